@@ -146,7 +146,7 @@ class Client:
         self._device = device_of(config.client.device)
         refuse_unstated(config.model)
         refuse_scoring(config.model, config.policy.evaluate)
-        source = source or configured_source(config.data, config.model)
+        source = source or configured_source(config.data, config.model, "train")
         # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)

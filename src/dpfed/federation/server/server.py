@@ -335,10 +335,12 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """Return `config` as a server uses it: with secret noise, or repeatable noise if `seeded`.
 
-    Diagnostics are switched off, because they would need the clients' states.
+    Diagnostics are switched off, because they would need the clients' states. The precision is
+    that of the clients: with another one the hash of the frozen weights would differ.
     """
     client_names(config)
-    run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    noise = "seeded" if seeded else "os"
+    run = replace(config.run, noise=noise, diagnostics=False, precision="float32")
     return replace(config, run=run)
 
 

@@ -23,6 +23,7 @@ from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
 from dpfed.model.frozen.quantised import set_dtype
+from dpfed.model.generation import Generation
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
     BATCHED_LAYERS,
@@ -210,6 +211,17 @@ class PerSample:
             # Retry only here, outside `except`: there the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
+
+    def generate(self, vector: Tensor, **arguments: Any) -> Tensor:
+        """Call `generate` of a language model with the trainable vector `[P]`, without dropout."""
+        weights = {
+            f"model.{name}": w.to(self.dtype) for name, w in self.space.unflatten(vector).items()
+        }
+        with torch.no_grad(), self._lock:
+            found: Tensor = torch.func.functional_call(
+                Generation(self.model), weights, (), arguments
+            )
+        return found
 
     def records_at_once(self, device: torch.device) -> int:
         """Return how many records the first pass of `scores` has on this kind of device."""
