@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,15 +206,15 @@ class Score:
 
 
 def score_of(
-    t: int, counts: Mapping[str, tuple[float, float]], sigma: float, requests: int, delta: float
+    t: int, counts: Sequence[tuple[float, float]], sigma: float, requests: int, delta: float
 ) -> Score | None:
     """Return the score of all clients together; None if the counts add up to 0 or less.
 
-    counts    the noised numbers (right, wrong) of each client, by client name
+    counts    the noised numbers (right, wrong) of each client
     sigma     standard deviation of the noise on each count
     requests  number of requests for counts that each client got in this run so far
     """
-    right, wrong = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+    right, wrong = (sum(pair[i] for pair in counts) for i in (0, 1))
     units = right + wrong
     if not units > 0:
         return None

@@ -28,8 +28,19 @@ from torch import Tensor
 
 from dpfed.errors import DpfedError
 
-Purpose = Literal["cohort", "batch", "noise", "init", "dropout", "augment", "partition", "check"]
-SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "augment"})
+Purpose = Literal[
+    "cohort",
+    "batch",
+    "noise",
+    "init",
+    "dropout",
+    "augment",
+    "partition",
+    "check",
+    "upload",
+    "download",
+]
+SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "augment", "upload"})
 
 
 class Streams:

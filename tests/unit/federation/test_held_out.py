@@ -178,7 +178,7 @@ def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
     sent = server.scoring_request(2, state, 0).fields["theta"]
     torch.testing.assert_close(sent, job.theta + 2 / 3)
     # Training continues from the last iterate.
-    trained = server.training_request(2, state, 0).fields["theta"]
+    trained = server.training_requests(2, state, [0])[0].fields["theta"]
     assert torch.equal(trained, job.theta + 1)
 
 
@@ -205,7 +205,7 @@ def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(
 
 
 def training(job: Job, t: int) -> Any:
-    request = server_of(job, {}).training_request(t, first_state(job), 0)
+    request = server_of(job, {}).training_requests(t, first_state(job), [0])[0]
     terms = dataclasses.replace(request.terms, expected=request.terms.rate * 300)
     return dataclasses.replace(request, terms=terms)
 
@@ -251,14 +251,14 @@ def test_mistakes_in_client_toml(job: Job, tmp_path: Path, keys: dict[str, Any],
 
 
 def test_the_servers_figure_comes_with_its_noise() -> None:
-    score = score_of(4, {"a": (30.0, 10.0), "b": (50.0, 10.0)}, 5.0, 2, 1e-5)
+    score = score_of(4, [(30.0, 10.0), (50.0, 10.0)], 5.0, 2, 1e-5)
     assert score is not None
     assert score.accuracy == pytest.approx(0.8)
     rng = np.random.default_rng(0)
     right, wrong = (count + rng.normal(0, 5, (20000, 2)).sum(1) for count in (80, 20))
     assert score.noise == pytest.approx((right / (right + wrong)).std(), rel=0.05)
-    assert score_of(4, {"a": (-3.0, 1.0)}, 5.0, 2, 1e-5) is None
-    assert score_of(4, {}, 5.0, 2, 1e-5) is None
+    assert score_of(4, [(-3.0, 1.0)], 5.0, 2, 1e-5) is None
+    assert score_of(4, [], 5.0, 2, 1e-5) is None
     assert (score.units, score.clients) == (100, 2)
     assert score.epsilon == pytest.approx(epsilon([(mechanism_of(5.0), 2)], 1e-5).value)
 

@@ -28,8 +28,10 @@ from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
+from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
+from dpfed.training.job.memory_advice import smaller
 from dpfed.training.local_steps import LocalResult, run_local_steps
 from dpfed.training.round_context import context
 from dpfed.training.server_state import State
@@ -81,6 +83,7 @@ class Fleet:
         self._stop = stop
         self._check_messages = check_messages
         self._size = fleet_size(job)
+        self._rounding = message_rounding(job, job.config.federation)
         self._max_slots = job.config.run.max_slots
         self._fixed: dict[int, FixedSum] = {}
         self._fixed_fits = True
@@ -108,6 +111,7 @@ class Fleet:
         self._steps_planned = len(clients) * job.config.run.local_steps
         weights = self.weights(clients) if weights is None else weights
         total: Message = {}
+        server = self._rounding.received(t, state.server)
         parts = self._parts(clients, weights)
         while parts:
             part = parts.popleft()
@@ -119,9 +123,7 @@ class Fleet:
             steps_before = self._steps_done
             result: LocalResult | None = None
             try:
-                result = run_local_steps(
-                    job.algorithm, ctx, state.server, memory, oracle, after_step
-                )
+                result = run_local_steps(job.algorithm, ctx, server, memory, oracle, after_step)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -132,7 +134,8 @@ class Fleet:
                 continue
             self._lower_limits(oracle, uses_fixed)
             self._store(t, ctx, part, result)
-            for name, value in result.message.items():
+            answers = self._rounding.answers(t, part.clients, result.message)
+            for name, value in answers.items():
                 summed = torch.tensordot(part.weights, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
         return total, len(clients)
@@ -211,8 +214,7 @@ class Fleet:
         if count == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {job.device}, not even one record of "
-                "one client at a time: choose a smaller model or another run.device; "
-                "what was computed before is kept"
+                f"one client at a time: {smaller(job.config)}; what was computed before is kept"
             )
         free(job.device)
         half = (count + 1) // 2

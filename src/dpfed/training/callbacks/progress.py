@@ -149,7 +149,7 @@ def round_score(round: Round, task: str) -> str:
 def summary(job: Job) -> list[str]:
     """Return lines of text that state the sizes, the traffic and the privacy of a run."""
     plan, schedule = job.plan, job.schedule
-    sent = traffic(job.algorithm, job.space)
+    sent = traffic(job.algorithm, job.space, job.config.federation)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
     if plan.private:
         privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"

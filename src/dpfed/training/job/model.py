@@ -24,6 +24,7 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.device import set_threads
 from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.memory_advice import caused_by_memory, smaller
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Shorter runs are not compiled: compiling takes minutes and makes each step only a third faster.
@@ -63,7 +64,15 @@ def build_model(
     theta = space.flatten(trainable(parts.adapted.model)).detach().to(device)
 
     def make() -> tuple[PerSample, Adapted]:
-        return _checked_model(config, spec, streams, parts, theta), parts.adapted
+        try:
+            return _checked_model(config, spec, streams, parts, theta), parts.adapted
+        except Exception as error:
+            if not caused_by_memory(error):
+                raise
+        raise DpfedError(
+            f"{type(parts.adapted.model).__name__} does not fit into the memory of {device}: "
+            f"{smaller(config)}"
+        )
 
     if shared is None:
         return ReadyModel(*make(), theta, parts.notes)
