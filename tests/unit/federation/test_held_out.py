@@ -118,12 +118,14 @@ def test_whole_units_are_held_out(tmp_path: Path) -> None:
     assert len(split(config(), table(), tmp_path)[1]) == 0
 
 
-def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
+@pytest.mark.parametrize("isolation", ["exact", "fast"])
+def test_a_unit_adds_its_share_of_right_answers_and_one_at_most(isolation: str) -> None:
     # Values outside 0 to 1 are clamped, NaN counts as 0.
     correct = torch.tensor([1.0, 0.0, 1.0, 1.0, float("nan"), 7.0])
     units = np.array(["p", "p", "q", "r", "r", "s"])
     model: Any = SimpleNamespace(
         rows=4,
+        places=4,
         scores=lambda theta, inputs: inputs["x"],
         correct=lambda scores, labels: correct[scores],
     )
@@ -131,8 +133,11 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
     held_out = HeldOut(records, shards)
 
+    draws = np.random.default_rng(0) if isolation == "exact" else None
+
     def count(noise: Any) -> list[float]:
-        found: list[float] = noised_counts(model, torch.zeros(1), held_out, 5.0, noise).tolist()
+        counts = noised_counts(model, torch.zeros(1), held_out, 5.0, noise, draws)
+        found: list[float] = counts.tolist()
         return found
 
     assert count(ConstantNoise()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]

@@ -15,6 +15,7 @@ from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.forward_check import faithful_form, faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import PerSample, trainable
 from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
+from dpfed.model.per_sample.places import settle_places
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.device import set_threads
@@ -61,12 +62,23 @@ def build_model(
         return _checked_model(config, spec, streams, parts, theta), parts.adapted
 
     if shared is None:
-        return ReadyModel(*make(), theta, parts.notes)
+        ready, adapted = make()
+        return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
     frozen = model_hash(parts.adapted.model, space, skip_replaced=True)
     compiles = (config.run.compile, worth_compiling(config, device))
     blocks = (space.block_names, space.blocks.numpy().tobytes())
-    key = (config.model, spec, device, config.run.precision, compiles, blocks, frozen)
-    return ReadyModel(*shared.get("model", key, make), theta, parts.notes)
+    exact = (config.privacy.isolation, config.data.views, config.run.max_slots)
+    key = (config.model, spec, device, config.run.precision, compiles, blocks, frozen, exact)
+    ready, adapted = shared.get("model", key, make)
+    return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
+
+
+def isolation_notes(model: PerSample) -> tuple[str, ...]:
+    """Return a note if exact isolation has to compute this model one record at a time."""
+    if model.alone is None:
+        return ()
+    kind = type(model.model).__name__
+    return (f"exact isolation computes one record at a time, because {kind} {model.alone}",)
 
 
 def _checked_model(
@@ -91,6 +103,9 @@ def _checked_model(
     if config.model.liveness:
         faithful_form(ready, plain, (form,))
         check_isolation(ready, theta, synthetic, spec.classes, generator)
+    if config.privacy.isolation == "exact":
+        views, rows = config.data.views, config.run.max_slots
+        settle_places(ready, theta, built.spec or spec, views, rows, generator)
     asked = config.run.compile
     if asked is True and config.privacy.isolation == "exact":
         raise DpfedError(
