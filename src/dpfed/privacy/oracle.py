@@ -155,9 +155,7 @@ class FleetOracle:
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
-        self._place_draws = [
-            terms.streams.generator("place", terms.round, i) for i in clients if self._exact
-        ]
+        self._place_draws = _place_draws(terms)
         # Steps that are computed again must repeat the same noise: fresh noise would be a second
         # release, which is not charged.
         self._noise = list(
@@ -225,12 +223,8 @@ class FleetOracle:
     def _draw(self) -> DrawnBatch:
         positions = [next(fresh) for fresh in self._batches]
         places = [np.zeros(len(units), dtype=np.int64) for units in positions]
-        if self._exact:
-            counts = [len(units) for units in positions]
-            places = [
-                draws.integers(self.places, size=count)
-                for draws, count in zip(self._place_draws, counts, strict=True)
-            ]
+        for i, draws in enumerate(self._place_draws):
+            places[i] = draws.integers(self.places, size=len(places[i]))
         return joined_batch(self._data.units, self._clients, positions, places, self._drawn)
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
@@ -385,3 +379,10 @@ class FleetOracle:
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _place_draws(terms: RoundTerms) -> list[np.random.Generator]:
+    """Return a generator of places for each client; none without exact isolation."""
+    if terms.isolation != "exact":
+        return []
+    return [terms.streams.generator("place", terms.round, i) for i in terms.clients]
