@@ -28,7 +28,7 @@ from dpfed.model.task import InputSpec
 # Numbers of places that are considered.
 CHOICES = (1, 2, 4, 8, 16, 32)
 # Number of drawn records for which the choice is best.
-NOMINAL_RECORDS = 64
+NOMINAL_RECORDS = 32
 # The part of a pass that does not grow with its records takes as long as this many records, plus a
 # number of operations that the device could do meanwhile. Measured on a CPU with
 # benchmarks/isolation.py, for models from 7 million to 1.4 billion operations per record. The
