@@ -117,7 +117,9 @@ def test_the_command_prints_the_largest_movement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nbatch = 8\n')
+    config.write_text(
+        '[data]\nname = "digits"\n[model]\nname = "linear"\n[privacy]\nbatch = 8\nsigma = 1.0\n'
+    )
     words = ["audit", str(config), "--server", "--seconds", "0.2", "--json"]
     exact = [*words, "--set", "privacy.isolation=exact"]
     assert dpfed(*exact) == 0
