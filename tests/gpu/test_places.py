@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 def ready(case: Case, dtype: torch.dtype) -> tuple[PerSample, torch.Tensor]:
     setting = Setting(case, device_of("cuda"))
     task = setting.parts.built.task
-    model = PerSample(setting.model, setting.space, setting.forward, task.loss, task.correct)
+    model = PerSample(setting.model, setting.space, setting.forward, task)
     model.to(dtype)
     return model, setting.theta[0]
 

@@ -103,12 +103,17 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
         if units is not None:
             found.update(str(units[row]).encode())
         else:
-            found.update(str(int(table.labels[row])).encode())
+            found.update(_bytes_of(_label_key(table.labels[row])))
             for name, values in sorted(table.inputs.items()):
                 found.update(name.encode() + _bytes_of(values[row]))
         return int.from_bytes(found.digest(), "little")
 
     return np.array([number(row) < share * 2.0**64 for row in range(len(table))], dtype=bool)
+
+
+def _label_key(label: np.ndarray) -> str | np.ndarray:
+    """Return a class number as text, which older choices hashed, and other labels unchanged."""
+    return str(int(label)) if label.dtype.kind == "i" else label
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -154,6 +159,7 @@ def noised_counts(
            answers for other units (privacy/isolation/turns.py); None for passes of many records
     """
     records, shards = held_out.records, held_out.shards
+    assert model.task.correct is not None
     count = len(records.labels)
     if draws is None:
         rows = np.arange(count)
@@ -167,7 +173,7 @@ def noised_counts(
         # An empty place repeats a record, and its answer is not used.
         filled = np.where(used, record, record.max())
         inputs, labels = records.take(torch.from_numpy(filled).to(theta.device))
-        correct = model.correct(model.scores(theta, inputs), labels)
+        correct = model.task.correct(model.scores(theta, inputs), labels)
         shares[record[used]] = correct.double().nan_to_num().clamp(0, 1).cpu().numpy()[used]
     right = shares[shards.records]
     records_per_unit = np.diff(shards.units)

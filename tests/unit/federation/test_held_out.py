@@ -36,6 +36,7 @@ from dpfed.federation.messages import (
 )
 from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation
+from dpfed.model.task import Task
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.isolation.turns import order_at_places
 from dpfed.privacy.ledger.ledger import Ledger
@@ -128,7 +129,7 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most(isolation: str) 
         rows=4,
         places=4,
         scores=lambda theta, inputs: inputs["x"],
-        correct=lambda scores, labels: correct[scores],
+        task=Task(lambda scores, labels: scores, lambda scores, labels: correct[scores]),
     )
     records = Records({"x": torch.arange(6)}, torch.zeros(6, dtype=torch.int64))
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
@@ -166,11 +167,16 @@ class Places:
 def scores_of_held_out(job: Job, theta: torch.Tensor, rows: Any, places: Any) -> torch.Tensor:
     """Return the scores by which held-out records are judged, in the order of the records."""
     passes: list[torch.Tensor] = []
+
+    def noted(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        passes.append(scores)
+        return labels
+
     model: Any = SimpleNamespace(
         rows=1024,
         places=8,
         scores=job.model.scores,
-        correct=lambda scores, labels: passes.append(scores) or labels,
+        task=Task(lambda scores, labels: scores, noted),
     )
     inputs, labels = job.records.take(torch.as_tensor(rows))
     held_out = HeldOut(Records(inputs, labels), shards_of(np.zeros(len(rows), dtype=np.int64), 1))

@@ -59,7 +59,7 @@ def settle_places(
     model.places = 1
     model.alone = None
     if not model.shares_passes:
-        model.alone = "is a mixture of experts, whose products have rows of several records"
+        model.alone = "mixes the records of a pass, by experts or by its choice of numbers"
         return
     places = places_for(operations(model, theta, spec, generator), theta.device.type)
     while places * augmentations > max(1, max_rows):
@@ -163,7 +163,7 @@ def failing_part(
     places, _ = shape
     device = theta.device
     inputs = {name: x.to(device) for name, x in spec.synthetic(2 * places, generator).items()}
-    labels = (torch.arange(2 * places) % max(spec.classes, 1)).to(device)
+    labels = model.task.examples(2 * places, spec.classes).to(device)
     passes = _Passes(model, inputs, labels, shape)
     try:
         for contents, keep, changed in _comparisons(theta, places, generator):

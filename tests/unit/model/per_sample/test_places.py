@@ -157,7 +157,7 @@ def test_decoders_isolate_places_and_mixtures_of_experts_are_computed_alone(
     assert has_experts(case.ready.model) == (name in MIXTURES)
     if name in MIXTURES:
         assert case.ready.places == 1
-        assert "mixture of experts" in str(case.ready.alone)
+        assert "mixes the records of a pass" in str(case.ready.alone)
     elif name in CHOOSE_BY_PADDING:
         assert case.ready.places == 1
         assert "with the records at other" in str(case.ready.alone)
