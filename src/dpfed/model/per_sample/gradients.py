@@ -53,7 +53,8 @@ class PerSample:
     rows     number of records in one pass of `scores` on a CPU
 
     `shares_passes` is False for a mixture of experts, and for a model whose records change the
-    rounding of each other. With exact isolation, a pass of such a model has one record.
+    rounding of each other. `places` is the number of records in a pass of exact isolation. If it
+    must be 1, `alone` says why (`places.settle_places`).
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class PerSample:
         self.task = task
         self.rows = rows
         self.shares_passes = not has_experts(model)
+        self.places = 1
+        self.alone: str | None = None
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
