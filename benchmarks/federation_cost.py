@@ -88,14 +88,14 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
         cohort = list(range(len(trial.names)))
         for t in range(1, count + 2):
             requests = {
-                name: pack(federation.training_request(t, state, i))
+                name: pack(federation.training_requests(t, state, [i])[i])
                 for i, name in enumerate(trial.names)
             }
             began = time.perf_counter()
             mean, answered = federation.run_cohort(t, state, cohort)
             state = aggregate(job, t, state, cohort, mean, answered)
             between = time.perf_counter()
-            assert len(hollow.send_all(requests, 60.0)) == len(cohort)
+            assert len(dict(hollow.send_all(requests, 60.0))) == len(cohort)
             end = time.perf_counter()
             # In the first round a client builds its model.
             if t > 1:
@@ -125,7 +125,7 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
         busy = []
         for t in range(1, count + 2):
             number = trial.names.index(config.client.name)
-            request = pack(federation.training_request(t, state, number))
+            request = pack(federation.training_requests(t, state, [number])[number])
             began = time.perf_counter()
             worked = time.process_time()
             own.answer(request)

@@ -42,6 +42,8 @@ from dpfed.algorithms.base import (
     spread,
 )
 
+RateOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
+
 
 @dataclass(frozen=True)
 class Server(Point):
@@ -70,7 +72,7 @@ class DPFedAdamW(Algorithm):
     lr_grid = (1e-4, 3e-4, 1e-3, 3e-3)
     summary = "AdamW with block-wise second moments, bias correction for the noise, and alignment"
 
-    lr: Annotated[float, Gt(0), "base learning rate η0"] = 3e-4
+    lr: Annotated[RateOrAuto, "base learning rate η0; auto: from public numbers"] = "auto"
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 0.01
     beta1: Annotated[float, Ge(0), Lt(1), "decay of the first moment"] = 0.9
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999
@@ -87,6 +89,10 @@ class DPFedAdamW(Algorithm):
     @property
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "v", "w") if self.gamma == 0 else ("theta", "v", "w", "dg")
+
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "dg")
 
     def check(self, facts: Facts) -> list[str]:
         if facts.varying_phi and not facts.equal_phi and self.agg != "off":

@@ -32,7 +32,7 @@ class Switches(TypedDict, total=False):
     gamma: float
     granularity: Literal["block", "tensor"]
     lada_amsgrad: bool
-    lr: float
+    lr: float | Literal["auto"]
     ls_sigma: float
     ls_where: Literal["server", "client_grad"]
     rho: float

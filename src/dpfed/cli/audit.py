@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
-from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
+from dpfed.privacy.published import (
+    show_delta,
+    show_loss,
+    show_lower_bound,
+    show_score,
+    show_setting,
+)
 
 if TYPE_CHECKING:
-    from dpfed.training.audit import Audit
+    from dpfed.config import Config
+    from dpfed.training.auditing.audit import Audit
 
 DISPROVED = 4
 NAMES = {
-    ("one run", "oracle"): "one run, every released gradient",
-    ("many draws", "oracle"): "many draws, every released gradient",
-    ("one run", "server"): "one run, the clients' messages",
+    "oracle": "released gradients",
+    "server": "the clients' messages",
+    "model": "released gradients of the own model",
 }
-REPORT_KEYS = ("audit", "seen", "lower", "claimed", "canaries", "clients", "steps", "disproved")
+REPORT_KEYS = ("seen", "assumes", "lower", "claimed", "canaries", "clients", "steps", "disproved")
 LAW_KEYS = ("what", "p_value", "broken", "tests")
 
 
@@ -26,11 +34,19 @@ def audit(
     config: Target = None,
     overrides: Overrides = None,
     canaries: Annotated[
-        int, typer.Option(help="canaries in one run, and independent draws of one canary")
-    ] = 1000,
+        int, typer.Option(help="records that are in the data or not, by a coin each")
+    ] = 4000,
     confidence: Annotated[
-        float, typer.Option(help="probability with which each lower bound holds")
+        float, typer.Option(help="probability with which all lower bounds hold together")
     ] = 0.95,
+    own_model: Annotated[
+        bool, typer.Option("--own-model", help="audit the job's own model and records too")
+    ] = False,
+    server: Annotated[
+        bool,
+        typer.Option("--server", help="search thetas at which one record moves others instead"),
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="time of the search of --server")] = 60.0,
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,35 +58,37 @@ def audit(
     settings = settings_of(config, [*(overrides or []), "run.features=false"])
     import torch
 
-    from dpfed.privacy.audit import disproofs
-    from dpfed.training.audit import audit as run_audit
+    from dpfed.privacy.auditing.report import disproofs
+    from dpfed.training.auditing.audit import audit as run_audit
     from dpfed.training.job.job import prepare
 
     # Use one thread: with many small tensors, more threads are slower.
     torch.set_num_threads(1)
-    found = run_audit(prepare(settings), canaries, confidence)
+    if server:
+        return attack(settings, seconds, as_json)
+    found = run_audit(prepare(settings), canaries, confidence, own_model)
     reasons = list(disproofs(found.reports, found.laws))
-    show(table(found, reasons), plain(found, reasons), as_json)
+    show(table(found, confidence, reasons), plain(found, confidence, reasons), as_json)
     if reasons:
         raise typer.Exit(DISPROVED)
 
 
-def table(found: Audit, reasons: list[str]) -> list[str]:
-    """Return the lines of the report: the audits, the tested distributions, and the conclusion."""
+def table(found: Audit, confidence: float, reasons: list[str]) -> list[str]:
+    """Return the lines of the report: the bounds, the tested distributions, and the conclusion."""
     first = found.reports[0]
     lines = [
         f"epsilon at delta {show_delta(first.delta)}, worst client; "
-        f"lower bounds hold with confidence {show_setting(first.confidence)} each",
-        f"{'audit':38}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}{'clients':>9}",
+        f"all lower bounds hold together with confidence {show_setting(confidence)}",
+        f"{'seen':37}{'assumed':21}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}"
+        f"{'clients':>9}",
     ]
     for r in found.reports:
-        name = NAMES[r.audit, r.seen]
-        clients = 1 if r.audit == "many draws" else r.clients
         bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
-        lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:9}  {r.verdict}")
+        counts = f"{r.steps:7}{r.canaries:10}{r.clients:9}"
+        lines.append(f"{NAMES[r.seen]:37}{r.assumes:21}{bounds}{counts}  {r.verdict}")
     for law in found.laws:
         name = f"{law.what} of the oracle"
-        lines.append(f"{name:38}{law.verdict} (p = {law.p_value:.2g})")
+        lines.append(f"{name:37}{law.verdict} (p = {law.p_value:.2g})")
     if not reasons:
         lines.append(
             "nothing speaks against the claim; "
@@ -81,7 +99,7 @@ def table(found: Audit, reasons: list[str]) -> list[str]:
     return lines + [f"  {reason}" for reason in reasons]
 
 
-def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
+def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]:
     """Return the report as an object for JSON."""
     return {
         "disproved": bool(reasons),
@@ -89,7 +107,30 @@ def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
         "lower": max(r.lower for r in found.reports),
         "claimed": max(r.claimed for r in found.reports),
         "delta": found.reports[0].delta,
-        "confidence": found.reports[0].confidence,
+        "confidence": confidence,
         "audits": [{key: getattr(r, key) for key in REPORT_KEYS} for r in found.reports],
         "laws": [{key: getattr(law, key) for key in LAW_KEYS} for law in found.laws],
     }
+
+
+def attack(settings: Config, seconds: float, as_json: bool) -> None:
+    """Search as a malicious server would, and print the largest movement of a clipped sum."""
+    from dpfed.training.auditing.server_attack import attack_server
+    from dpfed.training.job.job import prepare
+
+    found = attack_server(prepare(settings), seconds)
+    moved = show_score(found.moved, 6)
+    lines = [
+        f'isolation = "{found.isolation}": deleting one of {found.units} units moved the clipped '
+        f"sum by at most {moved} C, over {found.thetas} thetas",
+    ]
+    if found.broken:
+        lines.append("DISPROVED: with exact isolation the sum moves by at most C")
+    elif found.isolation == "fast" and found.moved > 1:
+        lines.append(
+            "more than C: a server that chooses theta learns more than epsilon states; "
+            'simulations do not need it, others set privacy.isolation = "exact"'
+        )
+    show(lines, {**asdict(found), "disproved": found.broken}, as_json)
+    if found.broken:
+        raise typer.Exit(DISPROVED)

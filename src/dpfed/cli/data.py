@@ -56,7 +56,8 @@ def describe(
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
-    source = configured_source(settings.data, settings.model)
+    # A client's own table needs no test set to be described.
+    source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
     found = plain(settings, source, shards, counts)
@@ -113,7 +114,9 @@ def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
         return {}
     if not model.is_causal(len(source.classes)):
         return {}
-    parts = {"train": source.train.inputs, "test": source.test.inputs}
+    parts = {"train": source.train.inputs}
+    if source.test is not source.train:
+        parts["test"] = source.test.inputs
     return {part: model.target_counts(inputs, part) for part, inputs in parts.items()}
 
 
@@ -153,9 +156,11 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
     more = ", ..." if len(source.classes) > SHOWN_CLASSES else ""
     origin = "" if source.declared else " (read off the labels)"
     classes = f"{len(source.classes)} classes{origin}: {names}{more}"
+    test = f"{len(source.test):,} of the test set"
+    if source.test is source.train:
+        test = "no test set"
     return [
-        f"{settings.data.name}: {len(source.train):,} training records of the clients, "
-        f"{len(source.test):,} of the test set",
+        f"{settings.data.name}: {len(source.train):,} training records of the clients, {test}",
         f"each: {each}",
         _label_line(source, classes),
         f"partition: {rule(settings)}",
@@ -217,7 +222,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         "name": settings.data.name,
         "kind": source.kind,
         "train": len(source.train),
-        "test": len(source.test),
+        "test": 0 if source.test is source.train else len(source.test),
         "classes": list(source.classes),
         "declared": source.declared,
         "inputs": inputs,

@@ -48,7 +48,9 @@ def greeting(nonce: str, name: str = "") -> RecordDict:
 
 def header_value(content: RecordDict, key: str) -> str:
     """Return the text under `key` in the header of a message, or "" if it is missing."""
-    header: Any = content.config_records.get(HEADER, {})
+    # Flower's view `content.config_records` would be a reference cycle, which keeps messages in
+    # memory until the garbage collector runs.
+    header: Any = content.get(HEADER, {})
     value = header.get(key, "")
     return value if isinstance(value, str) else ""
 
@@ -59,7 +61,8 @@ def payload_of(content: RecordDict) -> bytes:
     if reason:
         raise RefusedError(reason[:MAX_REFUSAL])
     try:
-        data = content.array_records[PAYLOAD][DATA].data
+        record: Any = content[PAYLOAD]
+        data = record[DATA].data
     except (KeyError, AttributeError):
         data = None
     if not isinstance(data, bytes):

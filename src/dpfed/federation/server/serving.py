@@ -78,7 +78,7 @@ def serve_over(
     """Train with clients on a network, and return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
-        return federation_of(job, name, network.transport, network.say)
+        return federation_of(job, name, network.transport, network.say, out)
 
     def wait_for_clients(job: Job) -> None:
         enough = job.config.run.min_clients or job.schedule.cohort

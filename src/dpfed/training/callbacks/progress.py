@@ -23,7 +23,7 @@ from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import traffic
+from dpfed.training.messages.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
@@ -149,7 +149,7 @@ def round_score(round: Round, task: str) -> str:
 def summary(job: Job) -> list[str]:
     """Return lines of text that state the sizes, the traffic and the privacy of a run."""
     plan, schedule = job.plan, job.schedule
-    sent = traffic(job.algorithm, job.space)
+    sent = traffic(job.algorithm, job.space, job.config.federation)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
     if plan.private:
         privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"

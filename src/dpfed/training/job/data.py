@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,9 +74,15 @@ def label_task(model: ModelSection) -> LabelTask:
     return model.task if model.task in ("regress", "multilabel") else "classify"
 
 
-def configured_source(data: DataSection, model: ModelSection) -> Source:
-    """Load the data source of a section, with the labels that the model learns."""
-    loader: Any = data
+def configured_source(
+    data: DataSection, model: ModelSection, part: Literal["both", "train", "test"] = "both"
+) -> Source:
+    """Load the data source of a section, with the labels that the model learns.
+
+    part  the tables that are used; some sources then need no file for the other table
+    """
+    whole: Any = data
+    load = whole.load if part == "both" else getattr(data, f"load_{part}", whole.load)
     task = label_task(model)
     if task not in data.tasks:
         raise DpfedError(
@@ -84,7 +90,7 @@ def configured_source(data: DataSection, model: ModelSection) -> Source:
             "other labels"
         )
     # Most sources know classes only, so their `load` has no argument.
-    source: Source = loader.load() if task == "classify" else loader.load(task)
+    source: Source = load() if task == "classify" else load(task)
     return source
 
 
@@ -303,7 +309,7 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     refuse_unstated(config.model)
     refuse_scoring(config.model, section is not None and section.evaluate_every > 0)
     if section is None or section.test_set:
-        source = configured_source(config.data, config.model)
+        source = configured_source(config.data, config.model, "test")
         # The server uses no training records, so test records replace them. The empty fingerprint
         # turns off the token cache, whose entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))

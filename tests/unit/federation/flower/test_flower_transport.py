@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.flower import transport as module
 from dpfed.federation.flower.apps import client_app
-from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value
+from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value, payload_of
 from dpfed.federation.flower.transport import GridTransport
 from dpfed.federation.policy import RefusedError
 
@@ -87,10 +89,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(grid: FakeGrid, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
     transport: Any = GridTransport(grid, KEYS, **more)  # type: ignore[arg-type]
-    found: dict[str, bytes | Exception] = transport.send_all(
-        {"a": b"for a", "b": b"for b"}, timeout
-    )
-    return found
+    return dict(transport.send_all({"a": b"for a", "b": b"for b"}, timeout))
 
 
 def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
@@ -146,17 +145,17 @@ def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
     away = grid.nodes.pop(101)
     transport: Any = GridTransport(grid, KEYS, absent=0.05)  # type: ignore[arg-type]
     requests = {"a": b"for a", "b": b"for b"}
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     first = grid.polls
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     assert grid.polls == 1 < first
     del grid.nodes[100]
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {}
+    assert dict(transport.send_all(requests, 60.0)) == {}
     assert grid.polls > 1, "where nobody is there, all are waited for"
     grid.nodes[101] = away
-    assert transport.send_all({"b": b"for b"}, 60.0) == {"b": b"of b"}
+    assert dict(transport.send_all({"b": b"for b"}, 60.0)) == {"b": b"of b"}
 
 
 def test_a_client_that_connects_late_is_asked_then() -> None:
@@ -231,12 +230,59 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     grid.pull_messages = pull  # type: ignore[method-assign,assignment]
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
     try:
-        assert transport.send_all({"a": b"for a", "b": b"for b"}, 0.7) == {"b": b"of b"}
+        assert dict(transport.send_all({"a": b"for a", "b": b"for b"}, 0.7)) == {"b": b"of b"}
     finally:
         over.set()
     assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), (
         "what is late is not kept"
     )
+
+
+def test_few_replies_are_fetched_at_once_and_stalled_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    names = [f"c{i}" for i in range(6)]
+    keys = {name: f"key of {name}".encode() for name in names}
+    grid = FakeGrid(**dict.fromkeys(names, answering(b"reply")))
+    for node, key in zip(grid.nodes.values(), keys.values(), strict=True):
+        node.public_key = key
+    real = grid.pull_messages
+    stalled = {"m0", "m1", "m2"}
+    busy: list[str] = []
+    most = [0]
+
+    def pull(ids: list[str]) -> list[Message]:
+        busy.append(ids[0])
+        most.append(len([key for key in busy if key not in stalled]))
+        if ids[0] in stalled:
+            over.wait(30)
+        found = real(ids)
+        busy.remove(ids[0])
+        return found
+
+    grid.pull_messages = pull  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(module, "STALLED_S", 0.1)
+    transport: Any = GridTransport(grid, keys)  # type: ignore[arg-type]
+    try:
+        found = dict(transport.send_all(dict.fromkeys(names, b"request"), 3.0))
+    finally:
+        over.set()
+    assert found == dict.fromkeys(names[3:], b"reply")
+    assert max(most) <= module.MAX_PULLS
+
+
+def test_messages_are_freed_without_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        message = Message(envelope(b"data", "n"), 100, "train")
+        array = weakref.ref(message.content["dpfed.parcel"]["data"])
+        assert payload_of(message.content) == b"data"
+        assert header_value(message.content, NONCE) == "n"
+        del message
+        assert array() is None
+    finally:
+        gc.enable()
 
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
@@ -258,10 +304,10 @@ def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
 def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:
     grid = FakeGrid(a=answering(b"of a"), b=silent)
     transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
-    assert transport.send_all({"b": b"round 1"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 1"}, 0.02)) == {}
     old = grid.sent[0]
     grid.replies["m0"] = Message(envelope(b"late", header_value(old.content, NONCE)), reply_to=old)
-    assert transport.send_all({"b": b"round 2"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 2"}, 0.02)) == {}
 
 
 def test_the_link_may_be_away_for_a_moment_but_not_for_good() -> None:
@@ -317,7 +363,10 @@ def test_without_keys_nodes_say_their_names() -> None:
         for name in ("ada", "bob")
     }
     transport: Any = GridTransport(FakeGrid(**apps), None)  # type: ignore[arg-type]
-    assert transport.send_all({"bob": b"123", "ada": b"456"}, 5.0) == {"bob": b"321", "ada": b"654"}
+    assert dict(transport.send_all({"bob": b"123", "ada": b"456"}, 5.0)) == {
+        "bob": b"321",
+        "ada": b"654",
+    }
     assert len(log) == 2
 
 
