@@ -55,7 +55,7 @@ from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
 from dpfed.training.job.data import tokenised
 from dpfed.training.job.job import prepare
-from dpfed.training.job.message_format import Field
+from dpfed.training.messages.message_format import Field
 from dpfed.training.round_context import first_state
 from dpfed.training.run import run
 from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash

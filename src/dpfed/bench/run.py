@@ -23,7 +23,10 @@ from dpfed.bench.peak_memory import peak_bytes
 from dpfed.bench.steps import Step, captured, one_by_one, opacus, private, union
 from dpfed.privacy.fixed_shape_sum import slots_for
 
-INSTALL = {"opacus": "pip install 'opacus>=1.6,<1.7'"}
+INSTALL = {
+    "opacus": "pip install 'opacus>=1.6,<1.7'",
+    "opake": "pip install 'opake[transformers]>=0.16,<0.17'",
+}
 OTHERS = (
     "pfl and Flower need environments of their own: benchmarks/peers/run.py names the commands and "
     "measures whole rounds"

@@ -91,7 +91,9 @@ def private(
     return step
 
 
-def _plain(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, list[Tensor]]:
+def plain_model(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any, list[Tensor]]:
     parts = case.build(dtype, device)
     model = parts.adapted.model
     set_dtype(model, dtype)
@@ -100,7 +102,7 @@ def _plain(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, A
 
 
 def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) -> Step:
-    parts, model, tensors = _plain(case, device, dtype)
+    parts, model, tensors = plain_model(case, device, dtype)
     if case.checkpoint:
         checkpoint_layers(model)
     cuda = device.type == "cuda"
@@ -139,7 +141,7 @@ def captured(step: Step, warm: int = 3) -> Step:
 
 def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     """Return a step that trains each client's own adapters in turn, as simulators do."""
-    parts, model, tensors = _plain(case, device, dtype)
+    parts, model, tensors = plain_model(case, device, dtype)
     if case.checkpoint:
         checkpoint_layers(model)
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=device.type == "cuda")
@@ -149,10 +151,10 @@ def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return _client_by_client(case, device, tensors, train)
+    return client_by_client(case, device, tensors, train)
 
 
-def _client_by_client(
+def client_by_client(
     case: Case,
     device: torch.device,
     tensors: list[Tensor],
@@ -183,7 +185,7 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
 
     if case.checkpoint:
         raise ValueError("its hooks see each layer twice if layers are checkpointed")
-    parts, model, tensors = _plain(case, device, dtype)
+    parts, model, tensors = plain_model(case, device, dtype)
     model.train()
     wrapped = GradSampleModule(model, loss_reduction="mean")
     optimizer = DPOptimizer(
@@ -201,4 +203,4 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _client_by_client(case, device, tensors, train)
+    return client_by_client(case, device, tensors, train)

@@ -173,7 +173,7 @@ class PrivacySection:
     ] = "auto"
     isolation: Annotated[
         Literal["exact", "fast"],
-        "exact: one record in a pass, so that no record can change another's gradient",
+        "exact: records at drawn places, so that no record can change another's gradient",
     ] = "fast"
 
 

@@ -5,9 +5,10 @@
     numbers    the tensors, one after another
 
 The receiver checks the length before it reads the header. Nothing is unpickled, and bad bytes raise
-`MessageError` only. The receiver derives the expected layout (`training.job.message_format`) from
-its own model and algorithm, never from the message. The fields of a message are the tensors that
-are sent. `read_fields` checks them against the layout and returns the vectors.
+`MessageError` only. The receiver derives the expected layout
+(`training.messages.message_format`) from its own model and algorithm, never from the message. The
+fields of a message are the tensors that are sent. `read_fields` checks them against the layout and
+returns the vectors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from dpfed.config import MessageFormat, parse
 from dpfed.errors import DpfedError
 from dpfed.privacy.clipping import CLIPS, Clipping
-from dpfed.training.job.message_format import SCALE, Layout, decode
+from dpfed.training.messages.message_format import SCALE, Layout, decode
 
 FORMAT = 2
 HEADER_LIMIT = 1 << 20

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
+from dpfed.report.generated_texts import COLUMNS, examples
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import (
     DASH,
@@ -26,6 +27,7 @@ from dpfed.training.callbacks.public_figures import LEFT_OUT, flat
 
 TITLES = {
     "training": "Training",
+    "examples": "Generated texts",
     "privacy": "Privacy",
     "comparison": "Comparison",
     "clients": "Clients' data",
@@ -79,6 +81,7 @@ def sections_of(
 ) -> list[Section]:
     """Return the sections of the page in order, without empty sections."""
     cards = {
+        "examples": list(_examples(groups)),
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),
         "settings": _differing_settings(groups),
@@ -97,6 +100,19 @@ def sections_of(
         for name, title in TITLES.items()
     ]
     return [part for part in found if part.figures or part.cards or part.small_cards]
+
+
+def _examples(groups: Sequence[Group]) -> Iterator[Card]:
+    """Yield a card for each method with the texts that its first run has written."""
+    for group in groups:
+        rows = [[text[name] for name in COLUMNS] for text in examples(group.runs[0].result)]
+        if rows:
+            yield Card(
+                group.label if len(groups) > 1 else "",
+                sentence="Greedy generation after public test prompts, before and after training.",
+                tables=[(list(COLUMNS), rows)],
+                wraps=True,
+            )
 
 
 def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:

@@ -30,7 +30,7 @@ from dpfed.federation.messages import (
     unpack_reply,
     unpack_request,
 )
-from dpfed.training.job.message_format import SCALE, Field, encode
+from dpfed.training.messages.message_format import SCALE, Field, encode
 
 TERMS = Terms(
     run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2,

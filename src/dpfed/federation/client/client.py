@@ -8,9 +8,9 @@ crash neither loses nor repeats a charge. If a round was charged but has no stor
 epsilon stays spent.
 
 The server chooses theta. A malicious server could choose a theta at which one record changes the
-gradients of other records. The client therefore computes each record in a pass of its own
-(`policy.isolation = "exact"`). It also refuses a theta that is farther than `policy.max_distance`
-from the initial vector.
+gradients of other records. The client therefore computes records at randomly drawn places, in
+passes of a fixed shape (`policy.isolation = "exact"`, privacy/isolation/turns.py). It also refuses
+a theta that is farther than `policy.max_distance` from the initial vector.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ from dpfed.training.job.data import (
     tokenised,
 )
 from dpfed.training.job.device import device_of
-from dpfed.training.job.message_format import Field, Layout, draws, encode
 from dpfed.training.local_steps import run_local_steps
+from dpfed.training.messages.message_format import Field, Layout, draws, encode
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
@@ -146,7 +146,7 @@ class Client:
         self._device = device_of(config.client.device)
         refuse_unstated(config.model)
         refuse_scoring(config.model, config.policy.evaluate)
-        source = source or configured_source(config.data, config.model)
+        source = source or configured_source(config.data, config.model, "train")
         # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)
@@ -249,10 +249,11 @@ class Client:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
         # With the negative round number, counts get other random numbers than training.
-        noise = streams_of(terms).noise(-terms.round, 0, torch.device("cpu"))
-        counts = noised_counts(
-            built.model, theta, self._held_out, terms.sigma, noise, self.config.policy.isolation
-        )
+        streams = streams_of(terms)
+        noise = streams.noise(-terms.round, 0, torch.device("cpu"))
+        exact = self.config.policy.isolation == "exact"
+        draws = streams.generator("place", -terms.round) if exact else None
+        counts = noised_counts(built.model, theta, self._held_out, terms.sigma, noise, draws)
         return {"counts": counts.to(torch.float32)}, {}
 
     def _compute(
@@ -288,7 +289,7 @@ class Client:
                 grid=terms.grid,
                 isolation=self.config.policy.isolation,
             ),
-            PassLimits(self.config.client.max_slots),
+            PassLimits(self.config.client.max_slots, places=built.model.places),
             admit=admit,
         )
         figures = figures_of(terms, built.algorithm)

@@ -17,7 +17,7 @@ from dpfed.federation.policy import RefusedError, check_distance
 from dpfed.privacy.grid_noise import grid_of
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.published import show_sigma
-from dpfed.training.job.message_format import Layout
+from dpfed.training.messages.message_format import Layout
 
 LOG = logging.getLogger("dpfed")
 # Largest standard deviation of the noise on a mean gradient. Messages contain its square, which

@@ -21,9 +21,9 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.registry import algorithms
-from dpfed.training.job.message_format import Layout
-from dpfed.training.job.message_size import layouts
 from dpfed.training.job.model import build_model
+from dpfed.training.messages.message_format import Layout
+from dpfed.training.messages.message_size import layouts
 from dpfed.training.round_context import RoundFigures
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.federation.messages import Receipt, Request, ScoringRequest, digest, pack
-from dpfed.training.job.message_format import SCALE, Layout, decode
+from dpfed.training.messages.message_format import SCALE, Layout, decode
 from dpfed.training.run_folder.atomic_file import short_errors
 
 PREFIX = "replies-"

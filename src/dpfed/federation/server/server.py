@@ -41,10 +41,10 @@ from dpfed.federation.messages import (
 from dpfed.federation.server.exchange import PackedRequests, delete_leftovers, stored_replies
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
-from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_format import Field, Layout
 from dpfed.training.job.plan import client_names
+from dpfed.training.messages.message_format import Field, Layout
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
@@ -335,10 +335,12 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """Return `config` as a server uses it: with secret noise, or repeatable noise if `seeded`.
 
-    Diagnostics are switched off, because they would need the clients' states.
+    Diagnostics are switched off, because they would need the clients' states. The precision is
+    that of the clients: with another one the hash of the frozen weights would differ.
     """
     client_names(config)
-    run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    noise = "seeded" if seeded else "os"
+    run = replace(config.run, noise=noise, diagnostics=False, precision="float32")
     return replace(config, run=run)
 
 

@@ -95,13 +95,13 @@ class RoundLines(Callback):
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
         self._say = say
-        self._task = "classify"
+        self._task_name = "classify"
 
     def on_start(self, job: Job) -> None:
-        self._task = job.model.task.name
+        self._task_name = job.model.task.name
 
     def on_round(self, round: Round) -> None:
-        score = round_score(round, self._task)
+        score = round_score(round, self._task_name)
         self._say(f"round {round.t}/{self._rounds}  {score}  {round.seconds:.1f} s")
 
 

@@ -364,7 +364,7 @@ class AutoText(TextSection):
     )
 
     name: str = "auto-text"
-    task: Annotated[
+    task: Annotated[  # type: ignore[assignment]
         Literal["auto", "classify", "causal", "regress", "multilabel"],
         "learn classes, the next token, numbers, or several classes of a text; "
         "auto: classes or the next token, as the weights and the data say",

@@ -28,11 +28,11 @@ from dpfed.training.backends.batched_runs import UnbatchableError
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
-from dpfed.training.backends.message_rounding import message_rounding
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
 from dpfed.training.job.memory_advice import smaller
 from dpfed.training.local_steps import LocalResult, run_local_steps
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import context
 from dpfed.training.server_state import State
 
@@ -85,6 +85,7 @@ class Fleet:
         self._size = fleet_size(job)
         self._rounding = message_rounding(job, job.config.federation)
         self._max_slots = job.config.run.max_slots
+        self._places = job.model.places
         self._fixed: dict[int, FixedSum] = {}
         self._fixed_fits = True
         self._warned = False
@@ -195,7 +196,7 @@ class Fleet:
                 grid=job.config.privacy.grid is True,
                 isolation=job.config.privacy.isolation,
             ),
-            PassLimits(self._max_slots, self._fixed_sum(part.clients)),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients), self._places),
             noise=part.noise,
             wait_for_charge=self._wait_for_charge,
         )
@@ -221,6 +222,7 @@ class Fleet:
         self._size = min(self._size, half)
         # Reset the limit, because fewer clients may leave room for larger passes.
         self._max_slots = job.config.run.max_slots
+        self._places = job.model.places
         self._warn_of_memory()
         return [
             Part(part.clients[rows], part.weights[rows], noise[rows])
@@ -233,8 +235,10 @@ class Fleet:
         used_fixed  True if the oracle began the round with passes of a fixed size
         """
         lost_fixed = used_fixed and oracle.fixed is None
-        if oracle.max_slots < self._max_slots or lost_fixed:
+        fewer = oracle.max_slots < self._max_slots or oracle.places < self._places
+        if fewer or lost_fixed:
             self._max_slots = oracle.max_slots
+            self._places = oracle.places
             self._fixed_fits = self._fixed_fits and not lost_fixed
             self._warn_of_memory()
 

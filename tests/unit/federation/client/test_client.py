@@ -40,7 +40,7 @@ from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.published import show_loss
 from dpfed.training.budget.recorded_spending import own_ledger, own_spending
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_format import Field
+from dpfed.training.messages.message_format import Field
 from dpfed.training.round_context import first_state
 
 

@@ -1,4 +1,4 @@
-"""A client at a theta that the server chose: one record per pass, and within a distance."""
+"""A client at a theta that the server chose: passes of a fixed shape, and within a distance."""
 
 from __future__ import annotations
 
@@ -67,19 +67,20 @@ def charged(folder: Path) -> list[str]:
     return [row.charge.part for row in rows_of(folder)]
 
 
-@pytest.mark.parametrize(("keys", "alone"), [({}, True), ({"isolation": "fast"}, False)])
-def test_records_are_computed_alone_unless_the_operator_says_otherwise(
-    job: Job, tmp_path: Path, passes: list[int], keys: dict[str, Any], alone: bool
+@pytest.mark.parametrize(("keys", "exact"), [({}, True), ({"isolation": "fast"}, False)])
+def test_passes_have_one_shape_unless_the_operator_says_otherwise(
+    job: Job, tmp_path: Path, passes: list[int], keys: dict[str, Any], exact: bool
 ) -> None:
     records = int(job.plan.sizes[0])
     client = client_of(job, 0, tmp_path, records=records, **HELD, **keys)
     terms = scoring_server(job).training_requests(1, first_state(job), [0])[0].terms
-    client._models.build(terms, job.algorithm)
+    places = client._models.build(terms, job.algorithm).model.places
+    assert (places > 1) is exact
     for asked in (training(job), scoring(job, job.theta)):
         passes.clear()
         client.answer(asked)
-        assert len(passes) > 1 or not alone
-        assert (max(passes) == 1) is alone
+        assert len(passes) > 1 or not exact
+        assert (set(passes) == {places}) is exact
 
 
 def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(

@@ -26,7 +26,7 @@ from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation, RunPlace, norm_limit
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_format import Field, encode
+from dpfed.training.messages.message_format import Field, encode
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
 

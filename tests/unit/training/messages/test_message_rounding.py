@@ -10,7 +10,7 @@ from federation_case import job_of, simulated
 
 from dpfed.config import FederationSection
 from dpfed.training.backends.fleet import Fleet
-from dpfed.training.backends.message_rounding import message_rounding
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import first_state
 from dpfed.training.run import run
 

@@ -13,8 +13,8 @@ from dpfed.algorithms.base import Message
 from dpfed.config import FederationSection
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_format import Layout, decode, draws, encode
-from dpfed.training.job.message_size import layouts
+from dpfed.training.messages.message_format import Layout, decode, draws, encode
+from dpfed.training.messages.message_size import layouts
 
 
 @dataclass(frozen=True)

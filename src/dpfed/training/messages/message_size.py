@@ -14,7 +14,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Algorithm, Context, Message
 from dpfed.config import FederationSection
 from dpfed.model.parameter_vector import Space
-from dpfed.training.job.message_format import Layout, layout_of
+from dpfed.training.messages.message_format import Layout, layout_of
 
 META = torch.device("meta")
 

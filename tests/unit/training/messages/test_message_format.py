@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpfed.algorithms import REGISTRY
 from dpfed.privacy.noise import Streams
-from dpfed.training.job.message_format import (
+from dpfed.training.messages.message_format import (
     BLOCK,
     SCALE,
     Field,
