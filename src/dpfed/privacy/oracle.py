@@ -325,14 +325,14 @@ class FleetOracle:
     def _log_lost(self, client: np.ndarray, grads: Sequence[Tensor]) -> None:
         lost = client[~finite_rows(grads).cpu().numpy()]
         counts = np.bincount(lost, minlength=len(self._clients))
-        for client, count in zip(self._clients, counts, strict=True):
+        for number, count in zip(self._clients, counts, strict=True):
             if count:
                 PRIVATE.debug(
                     "round %d, batch %d, client %d: "
                     "the gradient of %d record(s) is not finite and counts as zero",
                     self._round,
                     self._drawn,
-                    client,
+                    number,
                     count,
                 )
 

@@ -30,9 +30,9 @@ CHOICES = (1, 2, 4, 8, 16, 32)
 # Number of drawn records for which the choice is best.
 NOMINAL_RECORDS = 32
 # The part of a pass that does not grow with its records takes as long as this many records, plus a
-# number of operations that the device could do meanwhile. Measured on a CPU with
-# benchmarks/isolation.py, for models from 7 million to 1.4 billion operations per record. The
-# number for GPUs comes from one measured model (docs/performance.md, "Growth").
+# number of operations that the device could do meanwhile. Fitted on a CPU to
+# the times of passes of 1 to 128 records, for three models of 5 million to 1.4 billion operations
+# per record. The number for GPUs comes from one measured model (docs/performance.md, "Growth").
 OVERHEAD_RECORDS = 0.7
 OVERHEAD_OPERATIONS = {"cpu": 1.4e8, "cuda": 1e11}
 # Scale of the random changes of theta in the test: near the initial vector, and far from it.

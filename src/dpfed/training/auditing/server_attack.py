@@ -102,10 +102,11 @@ def _candidate(start: Tensor, best: Tensor, generator: torch.Generator) -> Tenso
     noise = torch.randn(len(start), generator=generator).to(start.device)
     fresh, size = torch.rand(2, generator=generator).tolist()
     if fresh < FRESH:
-        return (start + noise * 10 ** (3 * size - 1)).clamp(-LARGEST, LARGEST)
+        spread = float(10 ** (3 * size - 1))
+        return (start + spread * noise).clamp(-LARGEST, LARGEST)
     share = torch.rand(len(start), generator=generator).to(start.device)
-    spread = float(best.std()) if len(best) > 1 else 1.0
-    changed = torch.where(share < 10 ** (-2 * size), best + spread * noise, best)
+    step = float(best.std()) if len(best) > 1 else 1.0
+    changed = torch.where(share < 10 ** (-2 * size), best + step * noise, best)
     return changed.clamp(-LARGEST, LARGEST)
 
 
