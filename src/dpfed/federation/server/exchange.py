@@ -30,8 +30,8 @@ class PackedRequests(Mapping[str, bytes]):
     digests  hash of each request that was read, by client name
     """
 
-    def __init__(self, requests: Mapping[str, Request] | Mapping[str, ScoringRequest]) -> None:
-        self._requests: Mapping[str, Request | ScoringRequest] = {**requests}
+    def __init__(self, requests: Mapping[str, Request | ScoringRequest]) -> None:
+        self._requests = dict(requests)
         self.digests: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> bytes:
