@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dpfed.api.fine_tuning import fine_tune
+from dpfed.api.memory_model import base_folder
 from dpfed.api.options import Options, listing
 from dpfed.api.trained_model import TrainedModel
 from dpfed.errors import DpfedError, StoppedError, python_phrases
+from dpfed.privacy.accounting.guarantee import Prior
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.training.budget.recorded_spending import read_recorded_spending
+from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
 from dpfed.training.budget.release import NO_PRIVACY
 from dpfed.training.job.public_score import ERRORS
-from dpfed.training.run_folder.files import read_result
+from dpfed.training.run_folder.files import read_result, read_settings
 
 if TYPE_CHECKING:
     import pandas
@@ -155,26 +157,47 @@ def _tuning(done: Sequence[tuple[Trial, TrainedModel | None]]) -> Tuning:
         )
     lowest = -math.inf
     best, model = max(able, key=lambda pair: lowest if pair[0].score is None else pair[0].score)
-    return Tuning(model, best.changes, composed_epsilon([t.folder for t in trials]), trials)
+    return Tuning(model, best.changes, composed_epsilon(trial_folders(trials)), trials)
+
+
+def trial_folders(trials: Sequence[Trial]) -> list[Path]:
+    """Return the folders of these trials, and of trials that an earlier call left beside them."""
+    folders = [trial.folder for trial in trials]
+    beside = sorted(folders[0].parent.glob("trial-*"))
+    return [*folders, *(found for found in beside if found not in folders and is_run(found))]
 
 
 def composed_epsilon(folders: Sequence[Path]) -> float | None:
     """Return the epsilon of all runs together, for a client in every round of all of them.
 
     Each run counts with a mechanism that bounds every client. What was spent before on the
-    weights that all runs start from counts once. None if a run had no privacy.
+    weights that several runs start from counts once. None if a run had no privacy.
 
     This figure holds for every observer, however the best run is chosen. A smaller one exists only
     for somebody who sees nothing but the chosen model of a random number of trials.
     """
     history: list[tuple[Mechanism, int]] = []
+    starts: dict[tuple[Any, ...], Prior] = {}
     delta = 0.0
     for folder in folders:
         if read_result(folder).get("release") == NO_PRIVACY:
             return None
         planned = read_recorded_spending(folder).realised
-        if not history:
-            history += planned.prior
+        starts[(*_start_of(folder), planned.prior)] = planned.prior
         history += planned.bound[len(planned.prior) :]
         delta = max(delta, planned.delta)
+    history += itertools.chain.from_iterable(starts.values())
     return epsilon(history, delta).value
+
+
+def _start_of(folder: Path) -> tuple[Any, Any]:
+    """Return the weights and the adapter that a trial began with.
+
+    A model that a program handed over was saved for each trial. Its weights are returned as None,
+    because they are equal in all trials.
+    """
+    section = (read_settings(folder) or {}).get("model", {})
+    weights = section.get("weights")
+    if weights is not None and Path(weights).resolve() == base_folder(folder).resolve():
+        weights = None
+    return weights, section.get("adapter")

@@ -92,6 +92,28 @@ def test_a_stopped_trial_counts_and_the_same_call_continues(tmp_path: Path) -> N
     assert (tmp_path / "trial-1" / "run.json").stat().st_mtime_ns == stamp
 
 
+def test_trials_that_an_earlier_call_left_in_the_folder_count(tmp_path: Path) -> None:
+    """A smaller space in the same folder has spent what the larger one spent."""
+    every = tuned(tmp_path, {"lr": [0.01, 0.1]})
+    fewer = tuned(tmp_path, {"lr": [0.01]})
+    assert len(fewer.trials) == 1
+    assert fewer.epsilon == every.epsilon
+
+
+def test_each_different_start_counts(tmp_path: Path) -> None:
+    """Two trials of 4 steps begin with two models of 4 steps each: 16 steps in all."""
+    settings = {"privacy.rate": 1.0, "privacy.sigma": 30.0, "run.local_steps": 2}
+    keys = {"clients": 2, "rounds": 2, "epsilon": None, "progress": False, "settings": settings}
+    folders = []
+    for name in ("first", "second"):
+        start = dpfed.fine_tune("linear", TRAIN, TEST, out=tmp_path / f"run-{name}", **keys)
+        folders.append(str(tmp_path / name))
+        start.export(folders[-1])
+    space = {"model.weights": folders}
+    found = dpfed.tune("linear", TRAIN, TEST, space=space, out=tmp_path / "search", **keys)
+    assert found.epsilon == pytest.approx(gaussian_epsilon(math.sqrt(16) / 30, 1e-5), rel=1e-3)
+
+
 def test_without_privacy_there_is_no_epsilon(tmp_path: Path) -> None:
     settings = {"privacy.enabled": False, "run.local_steps": 1}
     found = dpfed.tune(
