@@ -26,6 +26,9 @@ from dpfed.training.run_folder.files import read_result, read_settings
 if TYPE_CHECKING:
     import pandas
 
+# What epsilon is about: trials that differ in one of these have no epsilon together.
+SAME_FOR_ALL = ("data.unit_column", "privacy.sampling")
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -118,6 +121,8 @@ def points_of(
     if not isinstance(space, Mapping) or not space:
         raise DpfedError('space must be a dictionary of lists, such as {"lr": [0.01, 0.1]}')
     for name, values in space.items():
+        if name in SAME_FOR_ALL:
+            raise DpfedError(f"{name} must be the same in all trials, which share one epsilon")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise DpfedError(f"space[{name!r}] must be a list of values, not {values!r:.60}")
         settings = options.get("settings") or {}

@@ -141,6 +141,8 @@ def test_points_are_all_combinations_or_a_fixed_draw() -> None:
         ({"lr": [1]}, 2, {}, "^trials = 2 must lie from 1 to 1"),
         ({"lr": [1]}, None, {"lr": 1}, "^lr is given, and space tries values of it"),
         ({"run.rounds": [1]}, None, {"settings": {"run.rounds": 2}}, r"^run\.rounds is given"),
+        ({"data.unit_column": ["a", "b"]}, None, {}, r"^data\.unit_column must be the same"),
+        ({"privacy.sampling": ["poisson"]}, None, {}, r"^privacy\.sampling must be the same"),
     ],
 )
 def test_mistakes_are_named(
