@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def expected_passes(records: float, places: int) -> float:
 class _Contents:
     """What a pass of m places holds.
 
-    theta    the trainable vectors of two clients, `[2, P]`
+    theta    the trainable vectors of two clients, `[2, P]`, or of one
     client   `[m]` the row of theta of each place
     record   `[m]` index of the synthetic record at each place
     """
@@ -186,7 +186,8 @@ def _comparisons(
     """Yield (contents, kept places, contents with other records at the remaining places).
 
     The first record has no padding, and most others have some. In two of the comparisons all
-    places hold the first record, so that the padding of the whole pass changes.
+    places hold the first record, so that the padding of the whole pass changes. In the last two
+    all places have the same theta.
     """
     device = theta.device
     even = torch.arange(places, device=device) % 2 == 0
@@ -206,6 +207,10 @@ def _comparisons(
         own = moved(scale)
         contents = _Contents(torch.stack([own, own]), nobody, record)
         yield contents, keep, contents.others(keep, other, mixed + places)
+    # A single client, as on a network: its weights are one block of memory, not a copy per place.
+    for scale, keep in ((NEAR, even), (FAR, ~even)):
+        contents = _Contents(moved(scale).unsqueeze(0), nobody, mixed)
+        yield contents, keep, replace(contents, record=torch.where(keep, mixed, mixed + places))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

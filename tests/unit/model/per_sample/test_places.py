@@ -212,6 +212,20 @@ def test_a_model_that_stops_at_huge_numbers_is_computed_one_record_at_a_time() -
     assert (case.ready.places, "ValueError" in str(case.ready.alone)) == (1, True)
 
 
+def test_a_pass_of_one_client_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one theta share their memory, so other kernels may compute them."""
+    plain = PerSample.grads
+
+    def mixed_for_one(self: PerSample, theta: Tensor, *rest: Any) -> list[Tensor]:
+        grads = plain(self, theta, *rest)
+        return [g + g.mean(0) for g in grads] if len(theta) == 1 else grads
+
+    monkeypatch.setattr(PerSample, "grads", mixed_for_one)
+    case = Case(spread(Mixing(lambda y: y)))
+    settle_places(case.ready, case.theta, FEATURES, 1, 512, generator())
+    assert case.ready.places == 1
+
+
 class AnyPadding(nn.Module):
     """Without padding another formula runs, as in transformers with a 2-D mask."""
 
