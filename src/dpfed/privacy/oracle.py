@@ -280,7 +280,8 @@ class FleetOracle:
             return self.fixed.sums(theta, self._gradients.columns(batch), plan.clip)
         steps = self._grid_steps()
         if self._exact:
-            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps)
+            several = plan.unit != "record"
+            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps, several)
             return exact.sums(theta, batch, self._log_lost if self._logs_lost else None)
         total = torch.zeros_like(theta, dtype=torch.float32 if steps is None else torch.int64)
         count = torch.zeros_like(self.phi)

@@ -21,6 +21,7 @@ from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.task import Task
 from dpfed.privacy.clipping import clip_and_sum
+from dpfed.privacy.isolation.exact_sum import UnitMeans
 from dpfed.privacy.isolation.turns import turns_of
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle, Isolation, PassLimits, RoundTerms
@@ -398,6 +399,30 @@ def test_a_unit_of_many_records_takes_the_memory_of_one(monkeypatch: pytest.Monk
     assert held == [PLACES] * 3
     mean = torch.tensor([1.0, 1, 4]).double() / 3
     torch.testing.assert_close(found.total, CLIP * mean / mean.norm())
+
+
+@pytest.mark.parametrize("unit", ["record", "patient"])
+def test_memory_for_units_follows_from_the_plan_and_not_from_the_batch(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one more unit of several records could exhaust the memory, and change all passes."""
+    rows: list[int] = []
+    plain = UnitMeans.__init__
+
+    def noted(self: UnitMeans, sums: Tensor, sizes: np.ndarray) -> None:
+        rows.append(len(sums))
+        plain(self, sums, sizes)
+
+    monkeypatch.setattr(UnitMeans, "__init__", noted)
+    plan = Plan("poisson", CLIP, np.full(1, 3), np.ones(1), np.full(1, 3.0), np.ones(1), unit=unit)
+    model: Any = Given()
+    oracle = FleetOracle(
+        PrivateData(model, Records({"g": torch.eye(3)}, torch.zeros(3)), shards_of(np.zeros(3), 1)),
+        RoundTerms(plan, Streams(0), 1, [0], 1, isolation="exact"),
+        PassLimits(places=PLACES),
+    )
+    oracle(torch.zeros(1, 3))
+    assert rows == [PLACES if unit == "patient" else 0]
 
 
 def test_a_row_of_theta_alone_gives_the_gradient_that_a_fleet_gives(

@@ -3,11 +3,14 @@
 A pass is computed in its full shape until each gradient is clipped. Only then are empty places
 left out, because an operation on fewer rows could round the remaining rows differently. Sums are
 integers (grid) or float64, so the order of the additions does not matter (privacy/clipping.py).
+
+Memory follows from the shape of a pass alone. If it also followed from the batch, one more unit
+could exhaust it, and the smaller passes after that would round all other gradients differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +35,7 @@ class ExactSum:
     clip        clip norm C
     rule        the clipping rule
     grid_steps  `[S]` grid step h of each client; None for sums in float64
+    several     True if a unit can have several records, whatever batch is drawn
     """
 
     gradients: RecordGradients
@@ -39,6 +43,7 @@ class ExactSum:
     clip: float
     rule: Clipping
     grid_steps: Tensor | None
+    several: bool = False
 
     def sums(
         self, theta: Tensor, batch: DrawnBatch, watch: Watch | None = None
@@ -53,19 +58,34 @@ class ExactSum:
         count = theta.new_zeros(len(theta), 1, dtype=torch.float64)
         columns = self.gradients.columns(batch)
         sizes = np.bincount(batch.unit, minlength=len(batch.owner))
-        means = UnitMeans(several=len(batch.unit) > len(batch.owner))
+        several = self.several or len(batch.unit) > len(batch.owner)
+        buffer = theta.new_zeros(self.places if several else 0, theta.shape[1], dtype=torch.float64)
+        means = UnitMeans(buffer, sizes[batch.unit])
         for turn in turns_of(batch, self.places):
             own = {name: column[turn.record] for name, column in columns.items()}
-            grads = self.gradients.of_columns(theta, own)
-            if watch is not None:
-                watch(own["client"][turn.used], [grad[turn.used] for grad in grads])
-            units = self._units(own["client"], turn, len(theta), theta.device)
-            unit_sizes = torch.from_numpy(sizes[batch.unit[turn.record]]).to(theta.device)
-            grads = means.add(grads, turn, unit_sizes)
-            summed, counted = clip_and_sum(grads, units, self.clip, self.rule, self.grid_steps)
+            summed, counted = self._pass(theta, own, turn, means, watch)
             total += summed
             count += counted
+            del summed, counted
         return total, count
+
+    def _pass(
+        self,
+        theta: Tensor,
+        own: Mapping[str, np.ndarray],
+        turn: Turn,
+        means: UnitMeans,
+        watch: Watch | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return sums and counts of one pass. None of its gradients stays in memory.
+
+        own  the columns of the records of the pass
+        """
+        grads = self.gradients.of_columns(theta, own)
+        if watch is not None:
+            watch(own["client"][turn.used], [grad[turn.used] for grad in grads])
+        units = self._units(own["client"], turn, len(theta), theta.device)
+        return clip_and_sum(means.add(grads, turn), units, self.clip, self.rule, self.grid_steps)
 
     def _units(
         self, client: np.ndarray, turn: Turn, clients: int, device: torch.device
@@ -81,29 +101,26 @@ class UnitMeans:
     The needed memory does not grow with the number of records of a unit, so a large unit cannot
     make a round fail.
 
-    several  True if some unit has several records
+    sums   float64 zeros `[m, P]`; `[0, P]` if each unit has one record
+    sizes  for each record of the batch, the number of records of its unit
     """
 
-    def __init__(self, several: bool) -> None:
-        self._several = several
-        self._sums: list[Tensor] = []
+    def __init__(self, sums: Tensor, sizes: np.ndarray) -> None:
+        self._sums = sums
+        self._sizes = sizes
 
-    def add(self, grads: Sequence[Tensor], turn: Turn, sizes: Tensor) -> list[Tensor]:
+    def add(self, grads: Sequence[Tensor], turn: Turn) -> list[Tensor]:
         """Add the gradients `[m, n]` of a pass; return the mean gradients in float64.
 
         The mean at a place is right if the last record of the place's unit is in this pass.
-
-        sizes  `[m]` number of records of each place's unit
         """
-        exact = [grad.double() for grad in grads]
-        if not self._several:
-            return exact
-        if self._sums:
-            begins = torch.from_numpy(turn.first).to(sizes.device).unsqueeze(1)
+        if not len(self._sums):
+            return [grad.double() for grad in grads]
+        device = self._sums.device
+        begins = torch.from_numpy(turn.first).to(device).unsqueeze(1)
+        sizes = torch.from_numpy(self._sizes[turn.record]).to(device).unsqueeze(1)
+        sums = self._sums.split([grad.shape[1] for grad in grads], 1)
+        for summed, grad in zip(sums, grads, strict=True):
             # Choose by `where`: a product with zero would keep NaN of the place's last unit.
-            exact = [
-                torch.where(begins, grad, summed + grad)
-                for summed, grad in zip(self._sums, exact, strict=True)
-            ]
-        self._sums = exact
-        return [summed / sizes.unsqueeze(1) for summed in exact]
+            summed.copy_(torch.where(begins, grad.double(), summed + grad))
+        return [summed / sizes for summed in sums]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -93,6 +94,37 @@ def test_memory_and_passes_do_not_grow_with_a_unit() -> None:
     assert gradients.passes == [4] * 40
     mean = rows[:39].double().mean(0)
     torch.testing.assert_close(total[0], mean * min(1.0, CLIP / float(mean.norm())))
+
+
+class Counting(Gradients):
+    """Notes how many tensors with a row per place there are when a pass begins."""
+
+    def __init__(self, rows: Tensor, places: int) -> None:
+        super().__init__(rows)
+        self.places = places
+        self.alive: list[int] = []
+
+    def of_columns(self, theta: Tensor, columns: dict[str, np.ndarray]) -> list[Tensor]:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) is Tensor]
+        self.alive.append(sum(x.dim() == 2 and len(x) == self.places for x in tensors))
+        return super().of_columns(theta, columns)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_memory_follows_from_the_shape_of_a_pass_alone(several: bool) -> None:
+    """Neither later passes nor a unit of several records need more than the first pass."""
+    rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    alive = set()
+    for sizes in ([1, 1, 1], [1, 2, 3], [1] * 12):
+        if not several and max(sizes) > 1:
+            continue
+        gradients: Any = Counting(rows, places=7)
+        exact = ExactSum(gradients, 7, CLIP, Clipping(), None, several)
+        exact.sums(torch.zeros(2, 5), batch_of(sizes, [0] * len(sizes), [0] * len(sizes)))
+        assert len(gradients.alive) == sum(sizes)
+        alive |= set(gradients.alive)
+    assert len(alive) == 1
 
 
 def test_an_empty_batch_has_sum_zero() -> None:
