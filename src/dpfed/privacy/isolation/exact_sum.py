@@ -119,7 +119,7 @@ class UnitMeans:
         device = self._sums.device
         begins = torch.from_numpy(turn.first).to(device).unsqueeze(1)
         sizes = torch.from_numpy(self._sizes[turn.record]).to(device).unsqueeze(1)
-        sums = self._sums.split([grad.shape[1] for grad in grads], 1)
+        sums = torch.split(self._sums, [grad.shape[1] for grad in grads], 1)
         for summed, grad in zip(sums, grads, strict=True):
             # Choose by `where`: a product with zero would keep NaN of the place's last unit.
             summed.copy_(torch.where(begins, grad.double(), summed + grad))
