@@ -80,7 +80,7 @@ def measured_records(
     model = WeightedModel(job.model)
     found = Measurement(setting, coins)
     data = weighted_records(job, setting, np.concatenate(rows), signs)
-    for _, numbers, sums in setting.releases(model, *data, vector=job.theta):
+    for _, numbers, sums in setting.releases(model, *data, job.theta, job.model.places):
         found.add(_measured(numbers, sums.double().cpu().numpy(), directions, signs))
     return found
 

@@ -15,7 +15,7 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.auditing.guesses import Least, accounted
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
-from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
+from dpfed.privacy.oracle import FleetOracle, Isolation, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.job.job import Job
@@ -37,6 +37,7 @@ class AuditSetting:
     device: torch.device = CPU
     max_slots: int = 512
     oracle: type[FleetOracle] = FleetOracle
+    isolation: Isolation = "fast"
 
     @property
     def steps(self) -> int:
@@ -89,13 +90,19 @@ class AuditSetting:
         return replace(self, local_steps=local, rounds=rounds)
 
     def releases(
-        self, model: Any, records: Records, shards: Shards, vector: Tensor | None = None
+        self,
+        model: Any,
+        records: Records,
+        shards: Shards,
+        vector: Tensor | None = None,
+        places: int | None = None,
     ) -> Iterator[tuple[int, np.ndarray, Tensor]]:
         """Run all steps. After each step, yield its number, the clients and the released sums.
 
         The sums `[S, P]` are noised and divided by C. Several releases of a batch are averaged.
 
         vector  the trainable vector `[P]` of all steps; None for zeros
+        places  records in a pass of exact isolation; None for as many as in other passes
         """
         plan = self.plan
         if vector is None:
@@ -108,14 +115,24 @@ class AuditSetting:
             for t in range(1, self.rounds + 1):
                 oracle = self.oracle(
                     PrivateData(model, records, shards),
-                    RoundTerms(plan, self.streams, t, clients.tolist(), self.local_steps),
-                    PassLimits(self.max_slots),
+                    self._terms(t, clients),
+                    PassLimits(self.max_slots, places=places or self.max_slots),
                 )
                 for _ in range(self.local_steps * plan.batches):
                     sums = [oracle(theta)[0]]
                     sums += [oracle.again(theta)[0] for _ in range(plan.releases - 1)]
                     yield step, clients, torch.stack(sums).mean(0) * unit.unsqueeze(1)
                     step += 1
+
+    def _terms(self, t: int, clients: np.ndarray) -> RoundTerms:
+        return RoundTerms(
+            self.plan,
+            self.streams,
+            t,
+            clients.tolist(),
+            self.local_steps,
+            isolation=self.isolation,
+        )
 
 
 def setting_of(job: Job) -> AuditSetting:
@@ -134,6 +151,7 @@ def setting_of(job: Job) -> AuditSetting:
         streams,
         job.device,
         run.max_slots,
+        isolation=job.config.privacy.isolation,
     )
 
 

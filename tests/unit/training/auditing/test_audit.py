@@ -23,6 +23,7 @@ from dpfed.privacy.auditing.laws import Law
 from dpfed.privacy.auditing.report import Report, disproofs
 from dpfed.privacy.auditing.shifts import MAX_RATIO
 from dpfed.privacy.clipping import Clipping, UnitRows
+from dpfed.privacy.isolation import exact_sum as exact_sum_module
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle
@@ -325,6 +326,24 @@ def test_canaries_pass_through_views_as_records_do(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(oracle_module, "clip_and_sum", each_its_own)
     assert audit_messages(prepared, setting, 400, CONFIDENCE)[1].lower > true.lower
+
+
+def test_exact_isolation_is_audited_as_the_job_computes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums that only exact isolation gets wrong must be noticed."""
+    prepared = job("privacy.isolation=exact", "privacy.sigma=1.0", "privacy.batch=64")
+    setting = setting_of(prepared)
+    assert not any(report.disproved for report in audit_oracle(setting, 200, CONFIDENCE))
+    assert not any(law.broken for law in audit_laws(setting))
+    right = exact_sum_module.clip_and_sum
+
+    def twice(*given: Any) -> tuple[Tensor, Tensor]:
+        total, count = right(*given)
+        return 2 * total, count
+
+    monkeypatch.setattr(exact_sum_module, "clip_and_sum", twice)
+    assert any(report.disproved for report in audit_oracle(setting, 200, CONFIDENCE))
 
 
 def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
