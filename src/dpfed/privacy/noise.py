@@ -42,7 +42,7 @@ Purpose = Literal[
     "download",
 ]
 SECRET: frozenset[Purpose] = frozenset(
-    {"cohort", "batch", "place", "noise", "dropout", "augment", "upload"}
+    {"cohort", "batch", "place", "noise", "dropout", "augment", "check", "upload"}
 )
 
 

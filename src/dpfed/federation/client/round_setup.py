@@ -55,7 +55,8 @@ class ModelBuilder:
         key = (algorithm, terms.seed)
         if self._cached is None or self._cached[0] != key:
             config = run_config(self._config, algorithm, "seeded")
-            streams = Streams(terms.seed)
+            # The server chooses the seed. The inputs of the checks must not follow from it.
+            streams = Streams(terms.seed, secret=True)
             model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
             hash_ = model_hash(adapted.model, model.space)
             self._cached = (key, RequestModel(algorithm, model, start, hash_))

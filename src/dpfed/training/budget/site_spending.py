@@ -1,14 +1,14 @@
 """Add up the ledgers of one site: the spending of a record over several runs.
 
-A record may be in every run, at any client of it. Each run counts with the client that took part
-most. A run that started from another listed run counts that one again, so the sum is an upper
-bound.
+A record may be in every run, at any client of it. Each run counts with the rounds that its plan
+allows one client, even if it ended earlier: the moment of the end may depend on the results. A run
+that started from another listed run counts that one again, so the sum is an upper bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dpfed.errors import DpfedError
@@ -117,17 +117,17 @@ def _of_run(folder: Path) -> LedgerSpending:
         )
     with Ledger.open(folder / LEDGER, readonly=True) as ledger:
         meta = ledger.meta
-    charged = replace(spending.planned, chances=((1.0, spending.most_rounds),), cap=None)
+    planned = spending.realised
     return LedgerSpending(
         path=folder,
         owner=str(meta["owner"]),
         created=float(meta["created"]),
-        unit=charged.unit,
-        history=tuple(charged.bound),
-        delta=charged.delta,
-        epsilon=epsilon(charged.bound, charged.delta).value,
+        unit=planned.unit,
+        history=tuple(planned.bound),
+        delta=planned.delta,
+        epsilon=epsilon(planned.bound, planned.delta).value,
         seeded=spending.seeded,
-        uncounted=charged.uncounted,
+        uncounted=planned.uncounted,
     )
 
 

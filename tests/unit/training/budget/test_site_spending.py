@@ -84,6 +84,17 @@ def test_a_run_counts_with_its_busiest_client(tmp_path: Path) -> None:
     assert not both.ledgers[0].seeded
 
 
+def test_a_run_that_ends_early_counts_as_planned(tmp_path: Path) -> None:
+    """The moment of the end depends on results, so fewer rounds would be no guarantee."""
+    early = ["run.rounds=9", "run.early_stopping=1", "privacy.rate=1", "privacy.sigma=60"]
+    result = run(load("digits", [*KEYS, *early], registry()), tmp_path / "run")
+    assert result["rounds"] < 9
+    found = read_site_spending([tmp_path / "run"])
+    # By hand: 9 rounds of 2 steps of sigma 60.
+    assert gaussian_delta(math.sqrt(18) / 60, found.epsilon) <= 1e-5
+    assert gaussian_delta(math.sqrt(18) / 60, found.epsilon * 0.99) > 1e-5
+
+
 def test_seeded_noise_is_told(tmp_path: Path) -> None:
     keys = [*KEYS, "privacy.rate=1", "privacy.sigma=2", "run.noise=seeded"]
     run(load("digits", keys, registry()), tmp_path / "run")
