@@ -30,7 +30,7 @@ from processes import children_of
 from safetensors.torch import load_file
 
 from dpfed.federation.flower.child import PDEATHSIG
-from dpfed.federation.links import free_port
+from dpfed.federation.flower.processes import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "federation.md"
 BLOCK = re.compile(r"^## With Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)

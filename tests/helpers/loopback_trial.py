@@ -20,7 +20,7 @@ import tomli_w
 
 from dpfed.config import build
 from dpfed.data.sources.digits import Digits
-from dpfed.federation.links import free_port
+from dpfed.federation.flower.processes import free_port
 from dpfed.privacy.ledger.charge import Row
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry

@@ -84,10 +84,10 @@ def _serve(
     wait: float,
     stop: Stop,
 ) -> dict[str, Any]:
-    from dpfed.federation.flower.link import own_grid
-    from dpfed.federation.flower.transport import GridTransport
-    from dpfed.federation.keys import AUTHORITY
-    from dpfed.federation.links import client_keys, superlink
+    from dpfed.federation.flower.processes import superlink
+    from dpfed.federation.flower.session import opened_run
+    from dpfed.federation.flower.transport import PostTransport
+    from dpfed.federation.links import client_keys
     from dpfed.federation.server.serving import Network, serve_over
     from dpfed.training.callbacks.base import OnStart
     from dpfed.training.callbacks.progress import ProgressDisplay
@@ -95,23 +95,23 @@ def _serve(
     from dpfed.training.job.plan import client_names
     from dpfed.training.run_folder.folder import refuse_occupied
 
-    known = client_keys(keys, client_names(settings)) if keys else None
-    authority = keys / AUTHORITY if keys else None
+    names = client_names(settings)
+    known = client_keys(keys, names) if keys else None
     if not resume:
         refuse_occupied(out, force=False)
     # Put Flower's files beside the run's folder, because that folder has only files of the run.
     home = out.parent / f".{out.name}.flower"
     with ExitStack() as stack:
         display = stack.enter_context(ProgressDisplay(settings.run.rounds))
-        process, secret = stack.enter_context(superlink(listen, home, keys))
-        grid = stack.enter_context(own_grid(listen.own, authority, secret, known or {}))
+        process = stack.enter_context(superlink(listen, home, keys))
         display.say(f"clients connect to {listen}; Flower's log is {process.log}")
         display.say(*warnings(settings, keys is None))
+        post = stack.enter_context(opened_run(process, keys, names, stop))
 
         def on_start(job: Job) -> None:
             stop.gently = True
 
-        transport = GridTransport(grid, known, stop=stop, alive=process.alive)
+        transport = PostTransport(post, known, stop=stop, alive=process.alive)
         network = Network(transport, display.say, stop, wait)
         return serve_over(settings, out, resume, network, [OnStart(on_start), display])
 

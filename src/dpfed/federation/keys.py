@@ -46,8 +46,9 @@ CLIENT_KEY = "client.key"
 # No client may have these names. DIR has a folder with each client's name, and these names are
 # taken by other files and folders.
 RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY)
-# The server connects to its own SuperLink by these host names.
+# Processes of one machine connect to each other by these host names.
 LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_DAYS = 3650
 
 
 def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -> list[Path]:
@@ -84,6 +85,24 @@ def make_client(folder: Path, name: str) -> list[Path]:
     _refuse_used(folder)
     private, public = _client_pair(name)
     return _write(folder, {CLIENT_KEY: private, f"{name}.pub": public})
+
+
+def make_local(folder: Path) -> tuple[Path, Path, Path]:
+    """Write a new authority's certificate, and a certificate and its key for this machine alone.
+
+    Return the three paths. Files of an earlier call are replaced. The authority's key is not kept.
+    """
+    authority, certificate = _authority(LOCAL_DAYS)
+    key, own = _server(authority, certificate, LOCAL[0], LOCAL_DAYS)
+    files = {
+        AUTHORITY: certificate.public_bytes(Encoding.PEM),
+        SERVER: own.public_bytes(Encoding.PEM),
+        SERVER_KEY: _private(key),
+    }
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    first, second, third = _write(folder, files)
+    return first, second, third
 
 
 def public_key(path: Path) -> bytes:

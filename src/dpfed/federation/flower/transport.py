@@ -1,4 +1,4 @@
-"""Send requests to clients through Flower's Grid and collect their replies.
+"""Send requests to clients and collect their replies.
 
 A client is identified by its key. A reply is accepted only if it comes from the node that got the
 request, and if it contains the nonce of that request.
@@ -10,24 +10,13 @@ import hmac
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
-from flwr.app import Message
-from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
 
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.federation.flower.envelope import (
-    NAME,
-    NONCE,
-    envelope,
-    greeting,
-    header_value,
-    payload_of,
-)
+from dpfed.federation.flower.header import MAX_TEXT, NAME, NONCE, REFUSED
+from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
@@ -35,12 +24,9 @@ POLL_S = 0.2
 # Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
 GREETING_TIMEOUT_S = 60.0
-# Error codes of the SuperLink itself: a node, a request or a reply is no longer available.
-UNAVAILABLE = (
-    ErrorCode.NODE_UNAVAILABLE,
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-)
+# Flower reports an error if a node disconnects before it replies, or if its app does not start. The
+# request is sent this often over one connection.
+MOST_SENDS = 3
 
 
 @dataclass(frozen=True)
@@ -74,6 +60,8 @@ class Exchange:
     connections: dict[str, Connection] = field(default_factory=dict)
     # Messages that wait for their replies, by Flower's message id.
     sent: dict[str, Sent] = field(default_factory=dict)
+    # How often a request was sent over a connection.
+    sends: Counter[Connection] = field(default_factory=Counter)
 
     @property
     def missing(self) -> set[str]:
@@ -88,15 +76,15 @@ class Pulls:
     piece and never send it. If it sent a damaged piece, the replies of the others would be lost.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(self, post: Post) -> None:
+        self._post = post
         self._threads: dict[str, threading.Thread] = {}
-        self._found: dict[str, list[Message] | Exception] = {}
+        self._found: dict[str, Delivery | Exception] = {}
 
-    def of(self, keys: Iterable[str]) -> list[tuple[str, list[Message] | Exception]]:
+    def of(self, keys: Iterable[str]) -> list[tuple[str, Delivery | Exception]]:
         """Wait at most `PULL_S` seconds, and return what the finished threads have fetched.
 
-        Each element is a message id with its replies, or with the error of Flower's call.
+        Each element is a message id with its reply, or with the error of the call.
         """
         wanted = list(keys)
         end = time.monotonic() + PULL_S
@@ -118,17 +106,17 @@ class Pulls:
             self._found.pop(key, None)
 
     def _look(self, key: str) -> None:
-        found: list[Message] | Exception
+        found: Delivery | Exception | None
         try:
-            found = list(self._grid.pull_messages([key]))
+            found = self._post.take(key)
         except Exception as error:
             found = error
-        if key in self._threads:
+        if key in self._threads and found is not None:
             self._found[key] = found
 
 
-class GridTransport:
-    """Sends requests to clients through a Grid and returns their replies.
+class PostTransport:
+    """Sends requests to clients through Flower and returns their replies.
 
     keys    public key of each client by name, in PEM format; None in tests on one machine, where
             each node tells its client name
@@ -140,19 +128,19 @@ class GridTransport:
 
     def __init__(
         self,
-        grid: Grid,
+        post: Post,
         keys: Mapping[str, bytes] | None,
         absent: float = 30.0,
         stop: Callable[[], None] = lambda: None,
         alive: Callable[[], None] = lambda: None,
         kind: str = "train",
     ) -> None:
-        self._grid = grid
+        self._post = post
         self._absent = absent
         self._stop = stop
         self._alive = alive
         self._kind = kind
-        self._pulls = Pulls(grid)
+        self._pulls = Pulls(post)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         # `_greetings` has the greetings that wait for replies, by message id. `_greeted_names` has
         # the client names in the replies, by node number.
@@ -197,7 +185,7 @@ class GridTransport:
                 if exchange.connections.get(name) != connected[name]:
                     self._send(exchange, name, connected[name])
             self._collect(exchange)
-        except httpx.HTTPError:
+        except LinkDownError:
             self._alive()
             return set()
         return set(connected)
@@ -217,7 +205,7 @@ class GridTransport:
             self._stop()
             try:
                 count = len(wanted & self.connected().keys())
-            except httpx.HTTPError:
+            except LinkDownError:
                 self._alive()
                 count = 0
             if count >= enough:
@@ -238,92 +226,92 @@ class GridTransport:
     def connected(self) -> dict[str, Connection]:
         """Return the newest connection of each connected client, by client name."""
         found: dict[str, Connection] = {}
-        for node in self._grid.get_nodes():
+        for node in self._post.nodes():
             name = self._name_of(node)
-            connection = Connection(int(node.node_id), str(node.last_activated_at))
+            connection = Connection(node.number, node.since)
             if name is not None and (name not in found or found[name].since < connection.since):
                 found[name] = connection
         if self._names is None:
             self._read_greetings()
         return found
 
-    def _name_of(self, node: Any) -> str | None:
+    def _name_of(self, node: Node) -> str | None:
         if self._names is not None:
-            return self._names.get(bytes(node.public_key))
-        number = int(node.node_id)
+            return self._names.get(node.key)
         greeted = {sent.node for sent in self._greetings.values()} | self._greeted_names.keys()
-        if number not in greeted:
-            sent = Sent("", number, secrets.token_hex(32))
-            self._greetings |= self._push(sent, "query", greeting(sent.nonce), GREETING_TIMEOUT_S)
-        return self._greeted_names.get(number)
+        if node.number not in greeted:
+            sent = Sent("", node.number, secrets.token_hex(32))
+            self._greetings |= self._push(sent, "query", None, GREETING_TIMEOUT_S)
+        return self._greeted_names.get(node.number)
 
     def _read_greetings(self) -> None:
         for key, reply in self._pull(self._greetings):
             sent = self._greetings.pop(key)
-            if reply is None or reply.has_error() or not _has_nonce(reply, sent):
-                continue
-            name = header_value(reply.content, NAME)
-            if name:
-                self._greeted_names[sent.node] = name
+            if _is_genuine(reply, sent) and reply.header.get(NAME):
+                self._greeted_names[sent.node] = reply.header[NAME]
 
     def _send(self, exchange: Exchange, name: str, connection: Connection) -> None:
         sent = Sent(name, connection.node, secrets.token_hex(32))
-        content = envelope(exchange.requests[name], sent.nonce)
-        pushed = self._push(sent, self._kind, content, exchange.timeout)
+        pushed = self._push(sent, self._kind, exchange.requests[name], exchange.timeout)
         exchange.sent |= pushed
         if pushed:
             exchange.connections[name] = connection
+            exchange.sends[connection] += 1
 
-    def _push(self, sent: Sent, kind: str, content: Any, timeout: float) -> dict[str, Sent]:
+    def _push(self, sent: Sent, kind: str, data: bytes | None, timeout: float) -> dict[str, Sent]:
         """Send one message, and return {message id: `sent`}; {} if Flower does not accept it.
 
         Flower drops the message after `timeout` seconds, so that no client computes an old round.
         """
-        message = Message(content, sent.node, kind, ttl=timeout)
-        return {str(key): sent for key in self._grid.push_messages([message]) if key}
+        key = self._post.send(sent.node, kind, {NONCE: sent.nonce}, data, timeout)
+        return {key: sent} if key else {}
 
-    def _pull(self, keys: Iterable[str]) -> list[tuple[str, Message | None]]:
-        """Return pairs of a message id and the reply to it, for all replies that have arrived.
-
-        The reply is None if Flower cannot assemble its pieces.
-        """
-        found: list[tuple[str, Message | None]] = []
-        for key, replies in self._pulls.of(keys):
-            if isinstance(replies, httpx.HTTPError):
-                raise replies
-            if isinstance(replies, Exception):
-                found.append((key, None))
-            else:
-                own = [r for r in replies if r.metadata.reply_to_message_id == key]
-                found += [(key, reply) for reply in own]
+    def _pull(self, keys: Iterable[str]) -> list[tuple[str, Delivery]]:
+        """Return pairs of a message id and the reply to it, for all replies that have arrived."""
+        found: list[tuple[str, Delivery]] = []
+        for key, reply in self._pulls.of(keys):
+            if isinstance(reply, Exception):
+                raise reply
+            found.append((key, reply))
         return found
 
     def _collect(self, exchange: Exchange) -> None:
         missing = exchange.missing
         for key, reply in self._pull([k for k, s in exchange.sent.items() if s.name in missing]):
             sent = exchange.sent.pop(key)
-            if reply is None:
+            if reply.broken:
                 error = MessageError("what it sent is no message of Flower's")
                 exchange.replies[sent.name] = error
-            elif not reply.has_error():
+            elif reply.error is None:
                 exchange.replies[sent.name] = _checked_payload(reply, sent)
-            elif reply.error.code in UNAVAILABLE:
-                # The client disconnected before it replied. Forget its connection, so that the
-                # client gets its request again when it is back.
-                exchange.connections.pop(sent.name, None)
             else:
-                # Replace Flower's error text, because it could contain a record.
-                exchange.replies[sent.name] = RefusedError(FAILURE)
+                self._send_again(exchange, sent)
+
+    def _send_again(self, exchange: Exchange, sent: Sent) -> None:
+        """Forget a client's connection, so that the client gets its request again.
+
+        After `MOST_SENDS` attempts give up. Flower's error text could contain a record, so it is
+        not used.
+        """
+        connection = exchange.connections.get(sent.name)
+        if connection is not None and exchange.sends[connection] >= MOST_SENDS:
+            exchange.replies[sent.name] = RefusedError(FAILURE)
+        else:
+            exchange.connections.pop(sent.name, None)
 
 
-def _checked_payload(reply: Message, sent: Sent) -> bytes | Exception:
-    try:
-        if reply.metadata.src_node_id != sent.node or not _has_nonce(reply, sent):
-            raise MessageError("the answer does not come from the node that was asked")
-        return payload_of(reply.content)
-    except DpfedError as error:
-        return error
+def _checked_payload(reply: Delivery, sent: Sent) -> bytes | Exception:
+    if not _is_genuine(reply, sent):
+        return MessageError("the answer does not come from the node that was asked")
+    if reply.header.get(REFUSED):
+        return RefusedError(reply.header[REFUSED][:MAX_TEXT])
+    if reply.data is None:
+        return MessageError("the message holds no bytes of dpfed: both sides need the same dpfed")
+    return reply.data
 
 
-def _has_nonce(reply: Message, sent: Sent) -> bool:
-    return hmac.compare_digest(header_value(reply.content, NONCE).encode(), sent.nonce.encode())
+def _is_genuine(reply: Delivery, sent: Sent) -> bool:
+    """Return True if a reply comes from the node that was asked and has the nonce."""
+    nonce = reply.header.get(NONCE, "")
+    same_node = reply.error is None and not reply.broken and reply.node == sent.node
+    return same_node and hmac.compare_digest(nonce.encode(), sent.nonce.encode())
