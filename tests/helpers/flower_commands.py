@@ -29,7 +29,7 @@ from loopback_trial import SERVER, Trial, run_command
 from processes import children_of
 from safetensors.torch import load_file
 
-from dpfed.federation.flower.child import PDEATHSIG
+from dpfed.federation.flower.keeper import PDEATHSIG
 from dpfed.federation.flower.processes import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "federation.md"

@@ -236,6 +236,8 @@ def check_app(data: bytes) -> None:
             if sorted(names) != sorted([*app_files(), MANIFEST]):
                 extra = sorted(set(names) - {*app_files(), MANIFEST})
                 raise AppError(f"it holds {', '.join(extra)[:200] or 'other files than dpfed'}")
+            if min(member.header_offset for member in members) != 0:
+                raise AppError("something stands before its archive")
             if sum(member.file_size for member in members) > MAX_APP:
                 raise AppError("its files are too large")
             project = tomllib.loads(archive.read("pyproject.toml").decode())

@@ -130,7 +130,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def serve_grid(grid: Grid, path: str) -> None:
-    """Do what `dpfed server` asks for over the socket at `path`, until it says that it has ended."""
+    """Do what `dpfed server` asks for over the socket at `path`, until it asks to end."""
     own = GridPost(grid)
     ended = threading.Event()
 

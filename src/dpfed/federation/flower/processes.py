@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,8 @@ class Process:
     def end(self) -> None:
         """Let the keeper end its processes, and wait until it has ended."""
         assert self.popen.stdin is not None
-        try:
+        with suppress(OSError):
             self.popen.stdin.close()
-        except OSError:
-            pass
         try:
             self.popen.wait(ENDING_S)
         except subprocess.TimeoutExpired:
@@ -328,8 +326,10 @@ def log_lines(log: Path, start: int) -> list[str]:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return the reason in a log after byte `start`: of the guard, Flower's last error, or else the
-    last line."""
+    """Return why a process has ended, from its log after byte `start`.
+
+    This is the last line of the guard, or Flower's last error, or else the last line.
+    """
     lines = [line for line in log_lines(log, start) if not line.startswith(IRRELEVANT)]
     own = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
     errors = [i for i, line in enumerate(lines) if line.startswith(("ERROR", "CRITICAL"))]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dpfed.errors import DpfedError, StoppedError
+from dpfed.errors import StoppedError
 from dpfed.federation.flower.header import MAX_TEXT, NAME, NONCE, REFUSED
 from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
