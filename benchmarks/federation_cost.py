@@ -67,7 +67,7 @@ def client(path: Path, size: int) -> None:
     address = links.address_of(link.address)
     with on_signals() as stop, private_path() as way, suppress(InterruptedRunError):
         stop.gently = True
-        keep_going(address, home, None, Listener(way), handler, stop)
+        keep_going(address, home, None, Listener(way), handler, stop, print)
 
 
 def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpfed.cli.options import Debug, Insecure
+from dpfed.cli.options import Debug, Insecure, LogJson
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from dpfed.federation.flower.processes import Process
     from dpfed.federation.flower.relay import Handler, Listener
     from dpfed.federation.links import Address
+    from dpfed.federation.log_line import Log
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
@@ -31,6 +31,7 @@ ACCEPTED = b"SuperNode ID"
 def client(
     config: Annotated[Path, typer.Argument(help="this client's client.toml")],
     insecure: Insecure = False,
+    log_json: LogJson = False,
     debug: Debug = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
@@ -39,11 +40,15 @@ def client(
     from dpfed.training.interrupt import on_signals
 
     need_flower()
+    from dpfed.federation.client.storage import claim
+    from dpfed.federation.log_line import json_to_stderr, to_stderr
     from dpfed.registry import registry
 
-    with on_signals() as stop:
+    say = json_to_stderr if log_json else to_stderr
+    with on_signals() as stop, ExitStack() as stack:
         settings, link = load_client(config, registry())
         address = check_link(link, insecure)
+        stack.enter_context(claim(Path(settings.client.state)))
         from dpfed.federation.client.budget_left import budget_left
         from dpfed.federation.client.client import Client
         from dpfed.federation.flower.answering import Answerer
@@ -62,10 +67,11 @@ def client(
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")
         stop.gently = True
-        home = Path(settings.client.state) / "flower"
         limit = settings.client.max_message << 20
-        with private_path() as path, closing(Listener(path, limit)) as listener:
-            keep_going(address, home, None if insecure else link, listener, handler, stop)
+        home = Path(settings.client.state) / "flower"
+        path = stack.enter_context(private_path())
+        listener = stack.enter_context(closing(Listener(path, limit)))
+        keep_going(address, home, None if insecure else link, listener, handler, stop, say)
 
 
 def keep_going(
@@ -75,6 +81,7 @@ def keep_going(
     listener: Listener,
     handler: Handler,
     stop: Stop,
+    say: Log,
 ) -> None:
     """Start the SuperNode, and start it again each time that it ends.
 
@@ -88,7 +95,7 @@ def keep_going(
     while True:
         written = log_size(log)
         with supernode(address, home, link, listener.path) as process:
-            work(process, listener, handler, stop)
+            work(process, listener, handler, stop, say)
         if ACCEPTED in log.read_bytes()[written:]:
             ever_accepted = True
             failures = 0
@@ -108,7 +115,7 @@ def keep_going(
             time.sleep(POLL_S)
 
 
-def work(process: Process, listener: Listener, handler: Handler, stop: Stop) -> None:
+def work(process: Process, listener: Listener, handler: Handler, stop: Stop, say: Log) -> None:
     """Answer the server's messages until the SuperNode ends, and repeat the guard's notes."""
     from dpfed.federation.flower.processes import Notes
 
@@ -120,7 +127,3 @@ def work(process: Process, listener: Listener, handler: Handler, stop: Stop) -> 
             found.answer(handler)
         for line in notes.new():
             say(line)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

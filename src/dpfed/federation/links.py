@@ -14,7 +14,9 @@ from pathlib import Path
 
 from dpfed.errors import DpfedError
 from dpfed.federation import keys
-from dpfed.federation.client_config import DEFAULT_PORT, LinkSection
+from dpfed.federation.certificates import check_valid
+from dpfed.federation.client_config import LinkSection
+from dpfed.federation.site_files import DEFAULT_PORT
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -80,6 +82,7 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
         raise DpfedError(
             f"link.ca = {link.ca} is not there: it is the ca.crt that the server's people hand out"
         )
+    check_valid(Path(link.ca))
     keys.check_private(Path(link.key))
     return address
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dpfed.federation.server.status import client_rows, headline, refusal_rows
 from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
@@ -25,6 +26,7 @@ from dpfed.report.tables import (
 from dpfed.training.callbacks.public_figures import LEFT_OUT, flat
 
 TITLES = {
+    "federation": "Federation",
     "training": "Training",
     "privacy": "Privacy",
     "comparison": "Comparison",
@@ -75,10 +77,18 @@ LEFT_OUT_CARD = Card(
 
 
 def sections_of(
-    groups: Sequence[Group], tables: Sequence[Table], figures: Sequence[Figure], public: bool
+    groups: Sequence[Group],
+    tables: Sequence[Table],
+    figures: Sequence[Figure],
+    public: bool,
+    federations: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
-    """Return the sections of the page in order, without empty sections."""
+    """Return the sections of the page in order, without empty sections.
+
+    federations  status of each running federation, as `read_status` returns it
+    """
     cards = {
+        "federation": list(map(_federation, federations)),
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),
         "settings": _differing_settings(groups),
@@ -97,6 +107,15 @@ def sections_of(
         for name, title in TITLES.items()
     ]
     return [part for part in found if part.figures or part.cards or part.small_cards]
+
+
+def _federation(status: Mapping[str, Any]) -> Card:
+    tables: list[Words] = [(["client", "connection", "left out"], client_rows(status))]
+    refusals = refusal_rows(status)
+    if refusals:
+        tables.append((["round", "client", "left out because"], refusals))
+    note = f"updated {status['updated']}; a client's total epsilon is in its own ledger only"
+    return Card(sentence=headline(status), tables=tables, notes=[note], wraps=True)
 
 
 def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:

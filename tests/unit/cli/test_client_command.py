@@ -13,6 +13,7 @@ from dpfed.cli.client import ACCEPTED, keep_going
 from dpfed.errors import DpfedError
 from dpfed.federation.flower import processes
 from dpfed.federation.links import Address
+from dpfed.federation.log_line import to_stderr
 
 HUB = Address("hub", 1)
 
@@ -60,7 +61,8 @@ def texts(monkeypatch: pytest.MonkeyPatch, started: list[Ended], *said: str) -> 
 def go(tmp_path: Path) -> None:
     stop: Any = lambda: None  # noqa: E731
     listener: Any = SimpleNamespace(path="relay")
-    keep_going(HUB, tmp_path / "home", None, listener, lambda header, data: (header, data), stop)
+    handler: Any = None
+    keep_going(HUB, tmp_path / "home", None, listener, handler, stop, to_stderr)
 
 
 def test_a_client_that_no_server_accepts_gives_up(

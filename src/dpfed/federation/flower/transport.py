@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dpfed.errors import StoppedError
@@ -20,6 +20,8 @@ from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
+# Type of Flower's messages; it selects the function of the ClientApp that answers.
+TRAIN = "train"
 POLL_S = 0.2
 # Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
@@ -123,7 +125,7 @@ class PostTransport:
     absent  seconds to wait while none of the clients without a reply is connected
     stop    called while waiting; may raise to end the run
     alive   called when the SuperLink does not reply; raises if the SuperLink has ended
-    kind    type of the messages, which selects the function of the ClientApp that answers
+    seen    called with the names of the connected clients whenever they are looked up
     """
 
     def __init__(
@@ -133,13 +135,13 @@ class PostTransport:
         absent: float = 30.0,
         stop: Callable[[], None] = lambda: None,
         alive: Callable[[], None] = lambda: None,
-        kind: str = "train",
+        seen: Callable[[Collection[str]], None] = lambda names: None,
     ) -> None:
         self._post = post
         self._absent = absent
         self._stop = stop
         self._alive = alive
-        self._kind = kind
+        self._seen = seen
         self._pulls = Pulls(post)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         # `_greetings` has the greetings that wait for replies, by message id. `_greeted_names` has
@@ -233,6 +235,7 @@ class PostTransport:
                 found[name] = connection
         if self._names is None:
             self._read_greetings()
+        self._seen(found)
         return found
 
     def _name_of(self, node: Node) -> str | None:
@@ -252,7 +255,7 @@ class PostTransport:
 
     def _send(self, exchange: Exchange, name: str, connection: Connection) -> None:
         sent = Sent(name, connection.node, secrets.token_hex(32))
-        pushed = self._push(sent, self._kind, exchange.requests[name], exchange.timeout)
+        pushed = self._push(sent, TRAIN, exchange.requests[name], exchange.timeout)
         exchange.sent |= pushed
         if pushed:
             exchange.connections[name] = connection

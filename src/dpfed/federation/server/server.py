@@ -28,6 +28,7 @@ from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
 from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.federation.held_out import Score, bounds, score_of
+from dpfed.federation.log_line import LogLine
 from dpfed.federation.messages import (
     ClippingTerms,
     MessageError,
@@ -169,7 +170,9 @@ class Federation:
             except DpfedError as error:
                 reason = one_line(str(error))
                 name = self._names[i]
-                self._log(f"round {terms.round}: client {name!r} is {consequence}: {reason}")
+                facts = {"round": terms.round, "client": name, "reason": reason}
+                text = f"round {terms.round}: client {name!r} is {consequence}: {reason}"
+                self._log(LogLine(text, "left_out", **facts))
         return replies
 
     def _bytes_of(self, found: bytes | Exception | None) -> bytes:
