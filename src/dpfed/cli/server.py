@@ -49,7 +49,7 @@ def server(
     Example: dpfed server cfg.toml --out runs/first --keys keys
     """
     from dpfed.cli.run import closing
-    from dpfed.federation.links import address_of, need_flower, refuse_insecure
+    from dpfed.federation.links import need_flower
     from dpfed.training.interrupt import on_signals
 
     if out is None:
@@ -57,14 +57,7 @@ def server(
     if status:
         return show_status(out, as_json)
     need_flower()
-    if insecure == (keys is not None):
-        raise DpfedError(
-            "give --keys DIR (`dpfed keys` makes it), "
-            "or --insecure for a test on this machine, not both"
-        )
-    address = address_of(listen)
-    if insecure:
-        refuse_insecure(address)
+    address = _address(listen, keys, insecure)
     with on_signals() as stop:
         settings = _settings(config, overrides or [], out, resume, insecure)
         place = Place(out, resume, address, keys, wait, log_json)
@@ -81,6 +74,21 @@ def _settings(
     config_for(config, overrides, out, resume, seeded=False)
     seeded = insecure and wants_seeded(config, overrides, out)
     return config_for(config, overrides, out, resume, seeded=seeded)
+
+
+def _address(listen: str, keys: Path | None, insecure: bool) -> Address:
+    """Return the address of --listen; without keys it must be on this machine."""
+    from dpfed.federation.links import address_of, refuse_insecure
+
+    if insecure == (keys is not None):
+        raise DpfedError(
+            "give --keys DIR (`dpfed keys` makes it), "
+            "or --insecure for a test on this machine, not both"
+        )
+    address = address_of(listen)
+    if insecure:
+        refuse_insecure(address)
+    return address
 
 
 def show_status(out: Path, as_json: bool) -> None:

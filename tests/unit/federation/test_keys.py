@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.serialization import (
 from dpfed.errors import DpfedError
 from dpfed.federation.keys import check_private, make_all, make_client, public_key
 
-
 FILES = ["README", "ca.crt", "client.key", "client.toml"]
 
 

@@ -181,7 +181,7 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     assert float(show_loss(one, 2)) >= one
     assert show_loss(2.0410001, 2) == "2.05"
     many = [(Mechanism("poisson", 0.01 + 0.001 * i, 1.0), 1) for i in range(20)]
-    charge = Charge("clinic-0", 3, 2, many[0][0])
+    charge = Charge("clinic-0", 3, 2, many[0][0], noise="os")
     line = spending_line("round 3 answered", made.config.policy, charge, many)
     assert "(Rényi bound)" in line
     assert "at most" in line

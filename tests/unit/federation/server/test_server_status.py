@@ -85,7 +85,7 @@ def test_a_language_model_has_a_perplexity(tmp_path: Path) -> None:
     status.on_start(job_of(causal=True))
     status.on_round(round_of(1))
     assert "accuracy" not in found(tmp_path)
-    assert "perplexity 7.4" in next(lines(found(tmp_path)))
+    assert "perplexity 7.389" in next(lines(found(tmp_path)))
 
 
 @pytest.mark.parametrize(("ends", "state"), [(True, "finished"), (False, "stopped")])
