@@ -86,9 +86,7 @@ class Setting:
 
     def by_pass(self, dtype: torch.dtype, captured: bool, compiled: bool) -> Tensor:
         task = self.parts.built.task
-        ready = PerSample(
-            self.model, self.space, self.forward, task.loss, task.correct, self.parts.built.rows
-        )
+        ready = PerSample(self.model, self.space, self.forward, task, self.parts.built.rows)
         ready.to(dtype)
         if compiled:
             ready.compile()

@@ -110,7 +110,8 @@ def make_context(
     *,
     schedule: str = "constant",
 ) -> Context:
-    lr = algorithm.lr if schedule == "constant" else cosine(algorithm.lr, t, T)
+    base = 3e-4 if algorithm.lr == "auto" else algorithm.base_lr
+    lr = base if schedule == "constant" else cosine(base, t, T)
 
     def scalar(x: float) -> Tensor:
         return torch.tensor(x, dtype=torch.float64)
@@ -124,7 +125,7 @@ def make_context(
         K,
         scalar(t),
         scalar(lr),
-        scalar(algorithm.lr),
+        scalar(base),
         phi,
         equal_phi=equal,
     )

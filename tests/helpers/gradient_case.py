@@ -21,7 +21,7 @@ from dpfed.config import LoraSection, ModelSection
 from dpfed.model.lora import adapt
 from dpfed.model.parameter_vector import Space, space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.task import per_record_loss
+from dpfed.model.task import CLASSIFY
 
 TOLERANCE = 1e-5
 
@@ -66,7 +66,7 @@ class Case:
         self.plain = copy.deepcopy(model).eval()
         self.space = space_of(tensors)
         self.theta = self.space.flatten(tensors)
-        self.ready = PerSample(model.eval(), self.space, call, per_record_loss)
+        self.ready = PerSample(model.eval(), self.space, call, CLASSIFY)
 
     def rows(self, clients: int, seed: int = 0) -> Tensor:
         """Return different weights for each client; LoRA's B is not zero."""

@@ -61,12 +61,12 @@ def tokenizer_in(
     return tokenizer
 
 
-def chat_model(folder: Path, positions: int = 16, **tokenizer: Any) -> str:
+def chat_model(folder: Path, positions: int = 16, width: int = 8, **tokenizer: Any) -> str:
     """Save a small Llama for `positions` tokens and its tokenizer, and return the folder."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8, max_position_embeddings=positions, pad_token_id=0, eos_token_id=1,
+        vocab_size=len(WORDS), hidden_size=width, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=width, max_position_embeddings=positions, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer_in(folder, **tokenizer)

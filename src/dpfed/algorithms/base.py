@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor
 
 from dpfed.errors import DpfedError
@@ -138,11 +138,18 @@ class Algorithm(ABC):
     lr_grid: ClassVar[tuple[float, ...]]
     summary: ClassVar[str]
 
-    lr: Annotated[float, Gt(0), "base learning rate η0"]
+    lr: Annotated[float | Literal["auto"], "base learning rate η0"]
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"]
     agg_weights: Annotated[
         Literal["uniform", "size"], "weights of the mean; size: by R_i, then public"
     ] = field(default="uniform", kw_only=True)
+
+    @property
+    def base_lr(self) -> float:
+        """The base learning rate η0 as a number. Raise DpfedError if it is still "auto"."""
+        if self.lr == "auto":
+            self.refuse('lr = "auto" must be replaced by a number before round 1')
+        return float(self.lr)
 
     @property
     def releases(self) -> Releases:

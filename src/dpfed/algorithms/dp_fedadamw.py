@@ -42,6 +42,8 @@ from dpfed.algorithms.base import (
     spread,
 )
 
+RateOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
+
 
 @dataclass(frozen=True)
 class Server(Point):
@@ -70,7 +72,7 @@ class DPFedAdamW(Algorithm):
     lr_grid = (1e-4, 3e-4, 1e-3, 3e-3)
     summary = "AdamW with block-wise second moments, bias correction for the noise, and alignment"
 
-    lr: Annotated[float, Gt(0), "base learning rate η0"] = 3e-4
+    lr: Annotated[RateOrAuto, "base learning rate η0; auto: from public numbers"] = "auto"
     weight_decay: Annotated[float, Ge(0), "decoupled weight decay λ"] = 0.01
     beta1: Annotated[float, Ge(0), Lt(1), "decay of the first moment"] = 0.9
     beta2: Annotated[float, Ge(0), Lt(1), "decay of the second moment"] = 0.999

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from dpfed.api.memory_model import base_folder, identity_of, refuse_tokenizer, save_model
 from dpfed.api.options import Terms, listing
-from dpfed.api.settings import configured, is_plain_module
+from dpfed.api.settings import configured, is_plain_module, task_of
 from dpfed.config import Config, nearest, to_dict
 from dpfed.data.sources.in_memory import given_source, source_of
 from dpfed.data.tables import Source
@@ -130,7 +130,7 @@ def compare(
         question = Question(
             _names(algorithms, preset), _texts(rates), preset, seeds, search_seeds, about
         )
-        source = source_of(train, test, options.get("classes"))
+        source = source_of(train, test, options.get("classes"), task_of(options))
         return _Start(model, source, options, out, progress).compared(question)
 
 

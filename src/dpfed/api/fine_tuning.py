@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
 from dpfed.api.options import Options, listing
-from dpfed.api.settings import as_begun, configured, is_plain_module
+from dpfed.api.settings import as_begun, configured, is_plain_module, task_of
 from dpfed.api.trained_model import TrainedModel
 from dpfed.config import Config
 from dpfed.data.sources.in_memory import source_of
@@ -61,7 +61,7 @@ def fine_tune(
     """
     with python_phrases():
         refuse_tokenizer(model, options.get("tokenizer"))
-        source = source_of(train, test, options.get("classes"))
+        source = source_of(train, test, options.get("classes"), task_of(options))
         config = configured(options, model, source)
         folder = _folder(out, resume, config)
         if resume:

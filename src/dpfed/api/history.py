@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 POINTS = 25
 
 
-def history_of(folder: Path, result: Mapping[str, Any], causal: bool) -> pandas.DataFrame:
+def history_of(folder: Path, result: Mapping[str, Any], task: str) -> pandas.DataFrame:
     """Return a data frame with one row per round; round 0 is the model before training.
 
-    causal  True for a language model, whose loss is also given as a perplexity
+    task  of the run; the loss of a language model is also given as a perplexity
 
     The columns `epsilon_server_worst` and `epsilon_third_party` are planned figures after a round.
     `epsilon_server_max` is the largest epsilon that a client has really spent.
@@ -36,12 +36,17 @@ def history_of(folder: Path, result: Mapping[str, Any], causal: bool) -> pandas.
         epsilons = _epsilons(read_recorded_spending(folder), [int(row["round"]) for row in rows])
     for row in rows:
         row.pop("release", None)
-        if causal:
+        if task == "causal":
             row["perplexity"] = perplexity(row.get("loss"))
         server, third_party = epsilons.get(row["round"], (None, None))
         row |= {"epsilon_server_worst": server, "epsilon_third_party": third_party}
-    first = ["round", "accuracy", "loss"] + (["perplexity"] if causal else [])
+        if "score" in row and result["metric"]["name"] != "given":
+            row[result["metric"]["name"]] = row.pop("score")
+    main = {"regress": ["r2", "loss"], "causal": ["accuracy", "loss", "perplexity"]}
+    first = ["round", *main.get(task, ["accuracy", "loss"])]
     last = ["epsilon_server_worst", "epsilon_server_max", "epsilon_third_party", "seconds"]
+    if task == "regress":
+        rows = [{key: value for key, value in row.items() if key != "accuracy"} for row in rows]
     others = [key for row in rows for key in row if key not in {*first, *last}]
     frame = pandas.DataFrame(rows, columns=[*first, *last, *dict.fromkeys(others)])
     return frame.set_index("round")

@@ -32,7 +32,7 @@ class Switches(TypedDict, total=False):
     gamma: float
     granularity: Literal["block", "tensor"]
     lada_amsgrad: bool
-    lr: float
+    lr: float | Literal["auto"]
     ls_sigma: float
     ls_where: Literal["server", "client_grad"]
     rho: float
@@ -57,6 +57,9 @@ class Terms(TypedDict, total=False):
         plan: A plan of `dpfed.plan`, which sets clients, epsilon, delta, rounds and the batch.
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
+        task: "regress" for labels that are numbers, "multilabel" for several classes of a record,
+            "causal" for the next token of texts. "auto", the default, is one class, or the next
+            token of data without labels.
         class_weights: Factor of the loss of each class; public constants.
         classes: Class names in the order of their numbers, or their count; default: from labels.
         tokenizer: Tokenizer of a language model in memory.
@@ -69,6 +72,7 @@ class Terms(TypedDict, total=False):
     rounds: int | None
     plan: FederationPlan | None
     trainable: Literal["lora", "head", "full"] | Sequence[str] | None
+    task: Literal["auto", "classify", "causal", "regress", "multilabel"] | None
     class_weights: Sequence[float] | None
     classes: Sequence[str] | int | None
     tokenizer: Any
@@ -81,14 +85,17 @@ class Options(Switches, Terms, total=False):
     Attributes:
         algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
             further keywords.
-        metric: Score on `test`: "accuracy", "loss", "macro_f1", "auroc", or a function of labels
-            and probabilities that returns a number, where larger is better.
+        metric: Score on `test`: "accuracy", "loss", "macro_f1", "auroc", "perplexity", "r2" or
+            "mae"; or a function of labels and predictions that returns a number, where larger is
+            better. Default: "r2" for numbers, else "accuracy".
         early_stopping: End after this many evaluations without a better score.
         keep: "best" for the model with the best score; default "last".
     """
 
     algorithm: str | None
-    metric: Literal["accuracy", "loss", "macro_f1", "auroc"] | Metric | None
+    metric: (
+        Literal["accuracy", "loss", "macro_f1", "auroc", "perplexity", "r2", "mae"] | Metric | None
+    )
     early_stopping: int | None
     keep: Literal["last", "best"] | None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dpfed.privacy.planning.federation import (
     MAX_RECORDS,
@@ -48,12 +49,13 @@ def plan(
         plot: File for a plot of noise over batch, PNG or SVG.
 
     Returns:
-        The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.settings` are the
-        tables of a configuration.
+        The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.configuration` has
+        the tables of a configuration.
     """
     releases = releases_of(algorithm)
     numbers = {"rounds": rounds, "local_steps": local_steps, "epsilon": epsilon, "delta": delta}
-    uses = {"batches": releases.batches, "releases": releases.releases}
+    uses: dict[str, Any] = {"batches": releases.batches, "releases": releases.releases}
+    uses["algorithm"] = algorithm
     sizes = [records] if isinstance(records, int) else list(records)
     federation = federation_of(sizes, clients, cohort, max_records=max_records, **numbers, **uses)
     found = plan_federation(federation, try_rounds, try_local_steps)

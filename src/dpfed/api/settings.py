@@ -12,23 +12,36 @@ import numpy as np
 from torch import nn
 
 from dpfed.api.options import Options, split
-from dpfed.config import Config, build, nearest, overlay
+from dpfed.config import Config, LabelTask, build, nearest, overlay
+from dpfed.config.key_history import ADDED
 from dpfed.config.parsing import layer_of
 from dpfed.data.sources.in_memory import CLIENT
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.text import is_pooled
 from dpfed.privacy.planning.federation import FederationPlan
+from dpfed.privacy.planning.recipe import METHOD, recipe
 from dpfed.registry import registry
+from dpfed.training.job.learning_rate import head_alone
 from dpfed.training.run_folder.files import read_settings
 
 CLIENTS = 10
 EPSILON = 8.0
 DELTA = 1e-5
-LR = 1e-3
-# Learning rate for a head that is trained alone with noise. Noise enlarges Adam's second moments
-# and so shortens its steps. With 1e-3, a head that starts at zero stays too small in 500 steps.
-NOISED_HEAD_LR = 1e-2
+# Most records of a cohort in a local step if more than a head is trained, which takes longer.
+MAX_RECORDS = 512
+# Keys whose defaults depend on the recipe.
+RECIPE_KEYS = (
+    "algorithm.lr",
+    "algorithm.gamma",
+    "privacy.batch",
+    "privacy.clip",
+    "privacy.clip_mode",
+    "run.cohort_choice",
+    "run.lr_schedule",
+    "run.average",
+    "run.max_records_per_step",
+)
 # Keys that `settings` must not contain, each with the reason. The records are given as arguments.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
@@ -42,6 +55,7 @@ KEYS = {
     "epsilon": "privacy.target_epsilon",
     "rounds": "run.rounds",
     "trainable": "model.train",
+    "task": "model.task",
     "metric": "run.metric",
     "early_stopping": "run.early_stopping",
     "keep": "run.keep",
@@ -124,6 +138,12 @@ def _refuse_unknown(switches: Mapping[str, Any]) -> None:
             )
 
 
+def task_of(options: Mapping[str, Any]) -> LabelTask:
+    """Return what a label is, by the keyword `task` or the setting model.task."""
+    task = setting(tables_of(options), "model.task")
+    return task if task in ("regress", "multilabel") else "classify"
+
+
 def setting(tables: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key such as "data.clients"; None if the key is not set."""
     section, _, leaf = key.partition(".")
@@ -162,16 +182,28 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
     clients = setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
     target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
-    return {
-        "data": {"name": "given", "clients": CLIENTS},
-        "privacy": {"delta": DELTA, "batch": 16, **target},
-        "run": {
-            "rounds": 50,
-            "local_steps": 10,
-            "participation": 1.0 if few else 0.1,
-            "cohort_choice": "balanced",
-        },
+    run = {
+        "rounds": 50,
+        "local_steps": 10,
+        "participation": 1.0 if few else 0.1,
+        "cohort_choice": "balanced",
     }
+    tables = {
+        "data": {"name": "given", "clients": CLIENTS},
+        "algorithm": {"name": METHOD},
+        "privacy": {"delta": DELTA, "batch": 16, **target},
+        "run": run,
+    }
+    if setting(given, "algorithm.name") in (None, METHOD):
+        tables = overlay(tables, recipe(calibrated(given, epsilon)))
+    return tables
+
+
+def calibrated(given: Mapping[str, Any], epsilon: float | str | None) -> bool:
+    """Return True if the noise follows from a target epsilon."""
+    if setting(given, "privacy.enabled") is False or setting(given, "privacy.sigma") is not None:
+        return False
+    return epsilon == "auto" or setting(given, "privacy.target_epsilon") is not None
 
 
 def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config:
@@ -184,20 +216,18 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     epsilon = options.get("epsilon", "auto")
     known = registry()
     table = _model_table(given, model, source.kind)
-    algorithm: dict[str, Any] = {"name": "dp-fedadamw", "lr": LR}
     own = overlay(defaults(given, epsilon), given)
-    under = {"model": table, "algorithm": algorithm}
-    if not source.classes:
-        # Without labels, there are none to deal out unequally.
+    under: dict[str, Any] = {"model": table, "run": {"max_records_per_step": MAX_RECORDS}}
+    if not source.classes or source.task != "classify":
+        # Without one class for each record, there are none to deal out unequally.
         under["data"] = {"partition": "iid"}
     config = build(overlay(under, own), known)
     if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
         table["train"] = "head"
         config = build(overlay(under, own), known)
-    head_alone = config.model.train == "head" or config.model.name == "linear"
-    if head_alone and config.privacy.enabled:
-        algorithm["lr"] = NOISED_HEAD_LR
-    config = build(overlay(under, own), known)
+    if head_alone(config):
+        del under["run"]
+        config = build(overlay(under, own), known)
     _refuse_number_of_clients(config, given, source)
     return config
 
@@ -205,14 +235,19 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
 def as_begun(config: Config, options: Mapping[str, Any], folder: Path) -> Config:
     """Return the configuration with which the run in `folder` resumes.
 
-    Earlier versions had uniform cohorts only. Their runs keep them, unless the user asks otherwise.
+    A default can be "auto" or differ between versions. So the run keeps the values that it began
+    with, unless the user gives others.
     """
-    begun = (read_settings(folder) or {}).get("run")
-    if not isinstance(begun, Mapping) or "cohort_choice" in begun:
-        return config
-    if setting(tables_of(options), "run.cohort_choice") is not None:
-        return config
-    return replace(config, run=replace(config.run, cohort_choice="uniform"))
+    begun = read_settings(folder) or {}
+    given = tables_of(options)
+    for key in RECIPE_KEYS:
+        name, _, leaf = key.partition(".")
+        section = getattr(config, name)
+        value = (begun.get(name) or {}).get(leaf, ADDED.get(key))
+        known = value is not None and name in begun and hasattr(section, leaf)
+        if known and setting(given, key) is None:
+            config = replace(config, **{name: replace(section, **{leaf: value})})
+    return config
 
 
 def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ from dpfed.report.statement.text import page
 from dpfed.studies.study_reader import read_study
 from dpfed.training.budget.recorded_spending import is_run
 from dpfed.training.export import Trained, configure, read_run
-from dpfed.training.result import is_causal
+from dpfed.training.result import is_causal, task_name
 from dpfed.training.run_folder.files import read_result
 
 if TYPE_CHECKING:
@@ -52,8 +52,19 @@ class TrainedModel:
 
     @property
     def accuracy(self) -> float:
-        """Accuracy on the test set, 0 to 1; for a language model, of its target tokens."""
-        return float(self.result["test_accuracy"])
+        """Accuracy on the test set, 0 to 1; for a language model, of its target tokens.
+
+        With several classes for a record, it is the share of right answers over all classes.
+        """
+        found = self.result["test_accuracy"]
+        if found is None:
+            raise DpfedError("this model has no accuracy: see metrics, or give a test set")
+        return float(found)
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """All scores on the test set, such as macro_f1, per_class, mae or r2."""
+        return dict(self.result.get("metrics") or {})
 
     @property
     def perplexity(self) -> float:
@@ -118,20 +129,36 @@ class TrainedModel:
     def predict(self, records: Any) -> np.ndarray:
         """Return the predicted class of each record, as the training labels were given.
 
+        For labels that are numbers, return numbers. With several classes for a record, return 0 or
+        1 for each class, `[records, classes]`, in the order of `classes`.
+
         records  a data set as for `fine_tune`, with or without labels, or its inputs alone
         """
-        found: np.ndarray = np.asarray(self.classes)[self.predict_proba(records).argmax(1)]
+        task = task_name(self._run.config, self.result)
+        if task == "regress":
+            return self._predicted(records)
+        probabilities = self.predict_proba(records)
+        if task == "multilabel":
+            return (probabilities > 0.5).astype(np.int64)
+        found: np.ndarray = np.asarray(self.classes)[probabilities.argmax(1)]
         numbered = self.classes == tuple(map(str, range(len(self.classes))))
         return found.astype(np.int64) if numbered else found
 
     def predict_proba(self, records: Any) -> np.ndarray:
         """Return the probability of each class for each record, `[records, classes]`."""
+        if task_name(self._run.config, self.result) == "regress":
+            raise DpfedError("this model has no probabilities, because it predicts numbers")
+        return self._predicted(records)
+
+    def _predicted(self, records: Any) -> np.ndarray:
+        """Return probabilities `[records, classes]`, or the predicted numbers `[records]`."""
         with python_phrases(), given_module(self.module):
             predictor = self._predictor
-            if not predictor.model.classifies:
+            task = predictor.model.task
+            if task.causal:
                 raise DpfedError("this model has no classes to predict: it is a language model")
-            scores = predictor.scores(*unlabelled_inputs(records))
-        return scores.double().softmax(1).numpy()
+            found: np.ndarray = task.predict(predictor.scores(*unlabelled_inputs(records))).numpy()
+            return found
 
     def generate(self, prompts: Sequence[Any], max_new_tokens: int = 64) -> list[str]:
         """Return for each prompt the text that the language model writes after it, greedily.
@@ -151,8 +178,7 @@ class TrainedModel:
         Round 0 is the model before training. `epsilon_server_worst` and `epsilon_third_party` are
         the planned figures, `epsilon_server_max` is the most that a client has really spent.
         """
-        causal = is_causal(self._run.config, self.result)
-        return history_of(self.out, self.result, causal)
+        return history_of(self.out, self.result, task_name(self._run.config, self.result))
 
     def plot(self) -> Any:
         """Draw accuracy or perplexity, and epsilon, over the rounds; return matplotlib's axes."""
@@ -220,6 +246,8 @@ class TrainedModel:
         }
         if result.get("test_perplexity") is not None:
             facts["perplexity"] = show_perplexity(result["test_perplexity"])
+        elif result.get("test_r2") is not None:
+            facts["R2"] = show_score(result["test_r2"])
         elif result["test_accuracy"] is not None:
             facts["accuracy"] = show_score(result["test_accuracy"])
         server, third_party = self.epsilon["server_worst"], self.epsilon["third_party"]

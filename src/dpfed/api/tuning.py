@@ -18,6 +18,7 @@ from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.training.budget.recorded_spending import read_recorded_spending
 from dpfed.training.budget.release import NO_PRIVACY
+from dpfed.training.job.public_score import ERRORS
 from dpfed.training.run_folder.files import read_result
 
 if TYPE_CHECKING:
@@ -139,12 +140,10 @@ def with_changes(options: Options, changes: Mapping[str, Any]) -> Options:
 
 def score_of(result: Mapping[str, Any]) -> float | None:
     """Return the score of a finished run; larger is better."""
-    metric = result.get("metric")
-    if metric is None:
-        return None if result["test_accuracy"] is None else float(result["test_accuracy"])
+    metric = result.get("metric") or {"name": "accuracy", "value": result["test_accuracy"]}
     if metric["value"] is None:
         return None
-    return -float(metric["value"]) if metric["name"] == "loss" else float(metric["value"])
+    return -float(metric["value"]) if metric["name"] in ERRORS else float(metric["value"])
 
 
 def _tuning(done: Sequence[tuple[Trial, TrainedModel | None]]) -> Tuning:

@@ -44,7 +44,7 @@ def private(
         prepared = cast(built.prepare(dict(inputs)), ready.dtype)
         return scores_of(built.task, model, weights, prepared, inputs)
 
-    ready = PerSample(model, space, forward, built.task.loss, built.task.correct, built.rows)
+    ready = PerSample(model, space, forward, built.task, built.rows)
     ready.to(dtype)
     if compiled:
         ready.compile()

@@ -10,15 +10,15 @@ from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, sho
 from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
 
 if TYPE_CHECKING:
-    from dpfed.training.audit import Audit
+    from dpfed.training.auditing.audit import Audit
 
 DISPROVED = 4
 NAMES = {
-    ("one run", "oracle"): "one run, every released gradient",
-    ("many draws", "oracle"): "many draws, every released gradient",
-    ("one run", "server"): "one run, the clients' messages",
+    "oracle": "released gradients",
+    "server": "the clients' messages",
+    "model": "released gradients of the own model",
 }
-REPORT_KEYS = ("audit", "seen", "lower", "claimed", "canaries", "clients", "steps", "disproved")
+REPORT_KEYS = ("seen", "assumes", "lower", "claimed", "canaries", "clients", "steps", "disproved")
 LAW_KEYS = ("what", "p_value", "broken", "tests")
 
 
@@ -26,11 +26,14 @@ def audit(
     config: Target = None,
     overrides: Overrides = None,
     canaries: Annotated[
-        int, typer.Option(help="canaries in one run, and independent draws of one canary")
-    ] = 1000,
+        int, typer.Option(help="records that are in the data or not, by a coin each")
+    ] = 4000,
     confidence: Annotated[
-        float, typer.Option(help="probability with which each lower bound holds")
+        float, typer.Option(help="probability with which all lower bounds hold together")
     ] = 0.95,
+    own_model: Annotated[
+        bool, typer.Option("--own-model", help="audit the job's own model and records too")
+    ] = False,
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,35 +45,35 @@ def audit(
     settings = settings_of(config, [*(overrides or []), "run.features=false"])
     import torch
 
-    from dpfed.privacy.audit import disproofs
-    from dpfed.training.audit import audit as run_audit
+    from dpfed.privacy.auditing.report import disproofs
+    from dpfed.training.auditing.audit import audit as run_audit
     from dpfed.training.job.job import prepare
 
     # Use one thread: with many small tensors, more threads are slower.
     torch.set_num_threads(1)
-    found = run_audit(prepare(settings), canaries, confidence)
+    found = run_audit(prepare(settings), canaries, confidence, own_model)
     reasons = list(disproofs(found.reports, found.laws))
-    show(table(found, reasons), plain(found, reasons), as_json)
+    show(table(found, confidence, reasons), plain(found, confidence, reasons), as_json)
     if reasons:
         raise typer.Exit(DISPROVED)
 
 
-def table(found: Audit, reasons: list[str]) -> list[str]:
-    """Return the lines of the report: the audits, the tested distributions, and the conclusion."""
+def table(found: Audit, confidence: float, reasons: list[str]) -> list[str]:
+    """Return the lines of the report: the bounds, the tested distributions, and the conclusion."""
     first = found.reports[0]
     lines = [
         f"epsilon at delta {show_delta(first.delta)}, worst client; "
-        f"lower bounds hold with confidence {show_setting(first.confidence)} each",
-        f"{'audit':38}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}{'clients':>9}",
+        f"all lower bounds hold together with confidence {show_setting(confidence)}",
+        f"{'seen':37}{'assumed':21}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}"
+        f"{'clients':>9}",
     ]
     for r in found.reports:
-        name = NAMES[r.audit, r.seen]
-        clients = 1 if r.audit == "many draws" else r.clients
         bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
-        lines.append(f"{name:38}{bounds}{r.steps:7}{r.canaries:10}{clients:9}  {r.verdict}")
+        counts = f"{r.steps:7}{r.canaries:10}{r.clients:9}"
+        lines.append(f"{NAMES[r.seen]:37}{r.assumes:21}{bounds}{counts}  {r.verdict}")
     for law in found.laws:
         name = f"{law.what} of the oracle"
-        lines.append(f"{name:38}{law.verdict} (p = {law.p_value:.2g})")
+        lines.append(f"{name:37}{law.verdict} (p = {law.p_value:.2g})")
     if not reasons:
         lines.append(
             "nothing speaks against the claim; "
@@ -81,7 +84,7 @@ def table(found: Audit, reasons: list[str]) -> list[str]:
     return lines + [f"  {reason}" for reason in reasons]
 
 
-def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
+def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]:
     """Return the report as an object for JSON."""
     return {
         "disproved": bool(reasons),
@@ -89,7 +92,7 @@ def plain(found: Audit, reasons: list[str]) -> dict[str, Any]:
         "lower": max(r.lower for r in found.reports),
         "claimed": max(r.claimed for r in found.reports),
         "delta": found.reports[0].delta,
-        "confidence": found.reports[0].confidence,
+        "confidence": confidence,
         "audits": [{key: getattr(r, key) for key in REPORT_KEYS} for r in found.reports],
         "laws": [{key: getattr(law, key) for key in LAW_KEYS} for law in found.laws],
     }

@@ -53,11 +53,10 @@ def describe(
     """
     settings = settings_of(config, overrides)
     from dpfed.privacy.noise import Streams
-    from dpfed.training.job.data import shards_for
+    from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
-    loader: Any = settings.data
-    source: Source = loader.load()
+    source = configured_source(settings.data, settings.model)
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
     found = plain(settings, source, shards, counts)

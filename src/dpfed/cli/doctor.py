@@ -27,6 +27,7 @@ PURPOSE = {
     "text": "the small language model `minilm`",
     "parquet": "tables in Parquet",
     "hub": "data sets from the Hugging Face hub",
+    "quant": "language models in 8 or 4 bits (`model.quantize`)",
     "flower": "federations over a network",
     "mlflow": 'run.trackers = ["mlflow"]',
     "tensorboard": 'run.trackers = ["tensorboard"]',

@@ -69,7 +69,7 @@ def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
 
     If the data cannot be read, return the usual inputs of the model, and a note that says so.
     """
-    from dpfed.training.job.data import published_spec, spec_of
+    from dpfed.training.job.data import configured_source, published_spec, spec_of
 
     section: Any = config.model
     loader: Any = config.data
@@ -77,7 +77,7 @@ def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
     if published is not None and config.data.path is None:
         return published_spec(published, section), []
     try:
-        return spec_of(loader.load(), section), []
+        return spec_of(configured_source(config.data, section), section), []
     except DpfedError as error:
         spec: InputSpec = section.usual_spec()
         if published is not None:

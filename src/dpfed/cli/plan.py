@@ -70,6 +70,7 @@ def plan(
         max_records=max_records,
         batches=releases.batches,
         releases=releases.releases,
+        algorithm=algorithm,
     )
     found = plan_federation(
         federation,

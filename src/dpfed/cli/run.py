@@ -12,7 +12,7 @@ import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
 from dpfed.errors import DpfedError, counted
-from dpfed.privacy.published import show_loss, show_perplexity, show_score
+from dpfed.privacy.published import show_loss, show_number, show_perplexity, show_score
 
 if TYPE_CHECKING:
     from dpfed.config import Config
@@ -132,6 +132,10 @@ def closing(result: dict[str, Any]) -> list[str]:
         start = show_perplexity(result["start_perplexity"])
         end = show_perplexity(result["test_perplexity"])
         accuracy = f"perplexity {start} -> {end} on the server's test set"
+    if result.get("test_r2") is not None:
+        start, end = show_score(result["start_r2"]), show_score(result["test_r2"])
+        error = show_number(result["metrics"]["mae"])
+        accuracy = f"R2 {start} -> {end}, mean absolute error {error} on the server's test set"
     lines = [
         f"{accuracy} after {counted(result['rounds'], 'round')}, {result['seconds']:.1f} s",
         *warning_lines(result_warnings(result)),

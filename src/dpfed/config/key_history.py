@@ -16,9 +16,12 @@ ADDED: dict[str, Any] = {
     "run.cohort_choice": "uniform",
     "run.max_rounds_per_client": "auto",
     "run.max_records_per_step": 2048,
-    "run.metric": "accuracy",
+    "run.metric": "auto",
     "run.keep": "last",
+    "model.task": "auto",
     "model.class_weights": [],
+    "model.gradient_checkpointing": False,
+    "model.quantize": "none",
 }
 
 

@@ -6,7 +6,7 @@ Data sources and models add keys in subclasses. An algorithm is a dataclass of i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -15,11 +15,16 @@ CountOrAuto = Annotated[int, Ge(1)] | Literal["auto"]
 BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
 CohortChoice = Literal["balanced", "uniform"]
 BoolOrAuto = bool | Literal["auto"]
+# What a label of a record is: a class, a number, or for each class 0 or 1.
+LabelTask = Literal["classify", "regress", "multilabel"]
 Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class DataSection:
+    # Values of model.task, besides "auto" and "causal", for which the source can read labels.
+    tasks: ClassVar[tuple[str, ...]] = ("classify",)
+
     name: Annotated[str, "data source; `dpfed list datasets` shows them"] = "digits"
     path: Annotated[str | None, "file or folder with the data, for sources that read one"] = None
     clients: Annotated[int, Ge(1), "number of clients N"] = 10
@@ -66,6 +71,16 @@ class ModelSection:
         "adapters and head, the whole model, the head, or a list of modules and tensors",
     ] = "lora"
     lora: LoraSection = field(default_factory=LoraSection)
+    task: Annotated[
+        Literal["auto", "classify", "regress", "multilabel"],
+        "what a label is: one class, a number, or several classes; auto: one class",
+    ] = "auto"
+    target_mean: Annotated[
+        float | None, "regress: a public constant near the mean; default: mean of the test set"
+    ] = None
+    target_scale: Annotated[
+        float | None, Gt(0), "regress: a public constant for the spread; default: of the test set"
+    ] = None
     class_weights: Annotated[
         tuple[Annotated[float, Gt(0)], ...],
         "factor of the loss of each class: public constants, not counts of private labels",
@@ -80,6 +95,9 @@ class ModelSection:
     attention: Annotated[
         tuple[str, ...], "names of the q, k, v projections, for an unknown architecture"
     ] = ()
+    gradient_checkpointing: Annotated[
+        bool, "keep only the inputs of layers and compute the rest again: less memory, more time"
+    ] = False
     liveness: Annotated[
         bool, "check on synthetic inputs, before any record is read, that every part trains"
     ] = True
@@ -215,9 +233,12 @@ class RunSection:
         "decay of the average over rounds that is evaluated and saved; 0: the last round",
     ] = 0.0
     metric: Annotated[
-        Literal["accuracy", "loss", "macro_f1", "auroc", "given"],
-        "score on the server's public data for early_stopping and keep; given: a program's own",
-    ] = "accuracy"
+        Literal[
+            "auto", "accuracy", "loss", "perplexity", "macro_f1", "auroc", "mae", "r2", "given"
+        ],
+        "score on public data for early_stopping and keep; auto: accuracy, or r2 for numbers; "
+        "given: a program's own",
+    ] = "auto"
     early_stopping: Annotated[
         int | None, Ge(1), "end after this many evaluations without a better score; default: never"
     ] = None

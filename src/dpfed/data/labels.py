@@ -1,13 +1,16 @@
-"""Turn the labels of a user's table (names or numbers) into class numbers 0, 1, 2, ..."""
+"""Turn the labels of a user's table into class numbers 0, 1, 2, ..., numbers or sets of classes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dpfed.config import LabelTask
 from dpfed.errors import DpfedError, phrase
 
 MOST_CLASSES = 100_000
@@ -24,9 +27,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Labels as class numbers.
+    """Labels as arrays.
 
-    parts     class numbers `[n]` of the training table, then of the test table
+    parts     labels of the training table, then of the test table, as `Table.labels` has them
     names     names of the classes, in the order of their numbers; () without labels
     declared  True if the user declared the classes, False if they were taken from the labels
     """
@@ -42,6 +45,27 @@ def no_labels(*records: int) -> Encoded:
     records  number of records of each table
     """
     return Encoded(tuple(np.zeros(n, dtype=np.int64) for n in records), (), declared=True)
+
+
+def refuse_unlabelled(task: LabelTask, label: str) -> None:
+    """Raise DpfedError for data without labels and a task that needs them; `label` is the table."""
+    if task != "classify":
+        raise DpfedError(f'{label} has no labels, and {phrase("task")} = "{task}" learns labels')
+
+
+def encode_as(
+    task: LabelTask, parts: Sequence[Column], classes: Classes, name: str = "label"
+) -> Encoded:
+    """Return the labels of both tables (training, test) as the task needs them.
+
+    classes  as for `encode`
+    name     name of the column of the labels
+    """
+    if task == "regress":
+        if classes is not None:
+            raise DpfedError(f"{phrase('classes')} has no effect with numbers: leave it out")
+        return encode_numbers(parts, name)
+    return encode_sets(parts, classes) if task == "multilabel" else encode(parts, classes)
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
@@ -123,3 +147,123 @@ def _text(value: Any, place: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise DpfedError(f"{place} has no usable label: {value!r:.80}")
     return value.strip()
+
+
+def encode_numbers(parts: Sequence[Column], name: str) -> Encoded:
+    """Return the labels of both tables as numbers, float64; `name` is that of their column."""
+    found = []
+    for part in parts:
+        numbers = [_number(v, where) for v, where in zip(part.values, part.places, strict=True)]
+        found.append(np.array(numbers, dtype=np.float64))
+    return Encoded(tuple(found), (name,), declared=True)
+
+
+def _number(value: Any, place: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    # The loss computes in single precision.
+    if not abs(number) < float(np.finfo(np.float32).max):
+        raise DpfedError(f"{place} has label {value!r:.80}; it must be a finite number")
+    return number
+
+
+def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
+    """Return the labels of both tables as 0 or 1 for each class, uint8 `[n, classes]`.
+
+    A label is a list of class names, such a list as JSON, names between semicolons, or a vector of
+    0 and 1 with one number for each class.
+
+    classes  as for `encode`
+    """
+    cells = [[_cell(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
+    used = [value for part in cells for cell in part for value in cell]
+    named = any(isinstance(value, str) for value in used)
+    if not named and used:
+        return _flag_vectors(parts, cells, classes)
+    if isinstance(classes, int):
+        raise DpfedError(
+            f"{phrase('classes')} = {classes} is a number, and the labels are names: list the names"
+        )
+    names = classes or tuple(sorted(set(map(str, used))))
+    _refuse_many(len(names))
+    numbers = numbers_of(names, phrase("classes"))
+    tables = []
+    for part, column in zip(parts, cells, strict=True):
+        flags = np.zeros((len(column), len(names)), dtype=np.uint8)
+        for row, cell in enumerate(column):
+            for value in cell:
+                if value not in numbers:
+                    raise DpfedError(
+                        f"{part.places[row]} has label {value!r:.80}; its labels must be among "
+                        f"{phrase('classes')} ({', '.join(names[:10])})"
+                    )
+                flags[row, numbers[value]] = 1
+        tables.append(flags)
+    return Encoded(tuple(tables), tuple(names), classes is not None)
+
+
+def _flag_vectors(
+    parts: Sequence[Column], cells: list[list[list[Any]]], classes: Classes
+) -> Encoded:
+    """Return vectors of 0 and 1 as a table. The number of classes is public, like a shape."""
+    width = len(cells[0][0])
+    names = classes if isinstance(classes, tuple) else tuple(map(str, range(width)))
+    if classes is not None and width != (classes if isinstance(classes, int) else len(classes)):
+        raise DpfedError(
+            f"{parts[0].places[0]} has {width} labels, and {phrase('classes')} says otherwise"
+        )
+    tables = []
+    for part, column in zip(parts, cells, strict=True):
+        for place, cell in zip(part.places, column, strict=True):
+            if len(cell) != width or not all(value in (0, 1) for value in cell):
+                raise DpfedError(
+                    f"{place} has labels {cell!r:.80}; give {width} numbers 0 or 1, or a list of "
+                    "class names"
+                )
+        tables.append(np.array(column, dtype=np.uint8).reshape(len(column), width))
+    return Encoded(tuple(tables), names, declared=True)
+
+
+def _cell(value: Any, place: str) -> list[Any]:
+    """Return the labels of one record as a list."""
+    if isinstance(value, str):
+        text = value.strip()
+        if not text.startswith("["):
+            return [name.strip() for name in text.split(";") if name.strip()]
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            raise DpfedError(f"{place} has labels that are not JSON: {text!r:.80}") from None
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise DpfedError(
+            f"{place} has label {value!r:.80}; it must be a list of class names, or of 0 and 1"
+        )
+    return sorted(value) if isinstance(value, set | frozenset) else list(value)
+
+
+def set_names(data: Any, label: str | None) -> tuple[str, ...]:
+    """Return the class names that a dataset states for lists of class numbers; () if none.
+
+    label  name of the column with the labels
+    """
+    features = getattr(data, "features", None)
+    feature = features.get(label) if isinstance(features, Mapping) else None
+    names = getattr(getattr(feature, "feature", None), "names", None)
+    return tuple(map(str, names or ()))
+
+
+def with_names(column: Column, names: Sequence[str]) -> Column:
+    """Return a column of lists of class numbers with the class names in their place."""
+    values = []
+    for cell, place in zip(column.values, column.places, strict=True):
+        try:
+            values.append([names[number] for number in cell])
+        except (TypeError, IndexError):
+            raise DpfedError(
+                f"{place} has labels {cell!r:.80}; give class numbers from 0 to {len(names) - 1}"
+            ) from None
+    return Column(values, column.places)

@@ -54,8 +54,8 @@ def stated_columns(section: Any) -> dict[str, str | None]:
     return {name: getattr(section, name) for name in inputs}
 
 
-def label_column(section: Any, found: Collection[str]) -> str | None:
-    """Return the name of the column with the labels; None if the data have no labels.
+def label_column(section: Any, found: Collection[str]) -> Any:
+    """Return the name or names of the columns with the labels; None if the data have no labels.
 
     found  names of the table's columns
     """

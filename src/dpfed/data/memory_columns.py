@@ -70,6 +70,10 @@ def plain(values: Any) -> Any:
 
 def joined(parts: Sequence[Any]) -> Any:
     """Return the values of one column of several data sets, one after another."""
+    if all(has_columns(part) for part in parts):
+        import pandas
+
+        return pandas.concat(parts)
     arrays = [plain(part) for part in parts]
     if all(isinstance(array, np.ndarray) and array.ndim > 1 for array in arrays):
         shapes = {(array.shape[1:], array.dtype) for array in arrays}
@@ -104,10 +108,11 @@ def _is_data_set(value: Any) -> bool:
 def _is_record(value: Any) -> bool:
     """Return True for one record: a pair `(x, y)` or a dictionary.
 
-    A dictionary is a record if it has a single label, text, prompt or chat.
+    A pair of a text and its labels is a record. A dictionary is a record if it has a single label,
+    text, prompt or chat.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        return _is_single(value[1])
+        return isinstance(value[0], str) or _is_single(value[1])
     if not isinstance(value, Mapping):
         return False
     if _is_chat(value.get(CHAT)):

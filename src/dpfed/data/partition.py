@@ -192,5 +192,5 @@ def partition(section: DataSection, table: Table, rng: np.random.Generator) -> S
         raise DpfedError(
             f"{phrase('clients')} = {clients} is more than the {len(table)} records there are"
         )
-    owner = RULES[section.partition](table.labels, clients, section.alpha, rng)
+    owner = RULES[section.partition](table.class_numbers, clients, section.alpha, rng)
     return shards_of(owner, clients, units)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from dpfed.config import LabelTask
 from dpfed.errors import DpfedError
 
 Kind = Literal["image", "features", "text"]
@@ -18,7 +19,8 @@ class Table:
     """The records of one table.
 
     inputs   arrays with one row per record, by the name of the model's argument
-    labels   class number of each record; zeros if the data have no labels
+    labels   class number of each record, zeros if the data have no labels; numbers `[n]` for
+             "regress"; 0 or 1 for each class, `[n, classes]`, for "multilabel"
     columns  other columns by name; one of them can name the client or unit of each record
 
     Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
@@ -32,6 +34,13 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def class_numbers(self) -> np.ndarray:
+        """The class number of each record; zeros if the labels are not classes."""
+        if self.labels.dtype.kind == "i":
+            return self.labels
+        return np.zeros(len(self.labels), dtype=np.int64)
 
     def column(self, name: str | None) -> np.ndarray | None:
         if name is None:
@@ -63,12 +72,14 @@ class Source:
 
     train        the clients' private records
     test         the server's public test set
-    classes      names of the classes, in the order of their numbers; () for data without labels
+    classes      names of the classes, in the order of their numbers; () for data without labels,
+                 and the name of the number for "regress"
     white        largest pixel value (full intensity), if pixels are integers
     declared     True if the number of classes is public, False if it was taken from the labels
     fingerprint  text that identifies the raw data in cache keys; "" if unknown
     notes        remarks for the user about the files
     clients      names of the clients, if each gave a data set of its own; else ()
+    task         what a label is
     """
 
     train: Table
@@ -80,6 +91,7 @@ class Source:
     fingerprint: str = ""
     notes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
+    task: LabelTask = "classify"
 
     def __post_init__(self) -> None:
         for part, table in (("training", self.train), ("test", self.test)):
@@ -90,7 +102,7 @@ class Source:
                     raise DpfedError(
                         f"the {part} set has {len(x)} rows of {name} and {len(table)} labels"
                     )
-            if self.classes:
+            if self.classes and self.task == "classify":
                 expect_labels(table.labels, len(self.classes), f"the {part} set")
 
 

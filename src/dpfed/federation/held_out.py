@@ -103,12 +103,17 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
         if units is not None:
             found.update(str(units[row]).encode())
         else:
-            found.update(str(int(table.labels[row])).encode())
+            found.update(_bytes_of(_label_key(table.labels[row])))
             for name, values in sorted(table.inputs.items()):
                 found.update(name.encode() + _bytes_of(values[row]))
         return int.from_bytes(found.digest(), "little")
 
     return np.array([number(row) < share * 2.0**64 for row in range(len(table))], dtype=bool)
+
+
+def _label_key(label: np.ndarray) -> str | np.ndarray:
+    """Return a class number as text, which older choices hashed, and other labels unchanged."""
+    return str(int(label)) if label.dtype.kind == "i" else label
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -153,13 +158,14 @@ def noised_counts(
     sigma  standard deviation of the noise on each count
     """
     records, shards = held_out.records, held_out.shards
+    assert model.task.correct is not None
     size = 1 if isolation == "exact" else model.rows
     # Begin with an empty tensor, so that `torch.cat` also works without held-out records.
     shares = [torch.zeros(0, dtype=torch.float64)]
     for first in range(0, len(records.labels), size):
         rows = torch.arange(first, min(first + size, len(records.labels)), device=theta.device)
         inputs, labels = records.take(rows)
-        correct = model.correct(model.scores(theta, inputs), labels)
+        correct = model.task.correct(model.scores(theta, inputs), labels)
         shares.append(correct.double().nan_to_num().clamp(0, 1).cpu())
     right = torch.cat(shares).numpy()[shards.records]
     records_per_unit = np.diff(shards.units)

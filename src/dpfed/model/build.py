@@ -11,11 +11,13 @@ from torch import nn
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.blocks import architecture_of, block_index, inner_config
+from dpfed.model.frozen.quantised import number_of_weights
+from dpfed.model.frozen.unused_parameters import freeze_unused
 from dpfed.model.lora import Adapted, adapt
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import trainable
-from dpfed.model.task import InputSpec, weighted
-from dpfed.model.unused_parameters import freeze_unused
+from dpfed.model.target_units import to_standard_unit
+from dpfed.model.task import InputSpec, task_of, weighted
 from dpfed.model.zoo.built import ATTENTION_DROPOUT, Built
 
 
@@ -36,6 +38,12 @@ class AssembledModel:
     total: int
     notes: tuple[str, ...]
 
+    @property
+    def head(self) -> str:
+        """Name of the layer or module that computes the output; "" for a language model."""
+        head = self.built.head
+        return head if isinstance(head, str) else next(iter(head), "")
+
 
 def assemble(
     section: ModelSection,
@@ -52,10 +60,14 @@ def assemble(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds[0])
         built: Built = buildable.build(spec)
-    built = replace(built, task=weighted(built.task, section.class_weights, spec.classes))
-    total = sum(p.numel() for p in built.model.parameters())
+    task = built.task if built.task.causal else task_of(spec)
+    built = replace(built, task=weighted(task, section.class_weights, spec.classes))
+    total = number_of_weights(built.model)
     adapted = adapt(built.model, section, built.head, seeds[1])
     model = adapted.model
+    if spec.task == "regress" and (section.adapter or getattr(section, "head", None) == "kept"):
+        head = built.head if isinstance(built.head, str) else built.head[0]
+        to_standard_unit(model, head, spec)
     unused = freeze_unused(model, built, spec)
     shapes = {name: p.shape for name, p in trainable(model).items()}
     architecture = architecture_of(model, section.qkv_layout, section.attention)

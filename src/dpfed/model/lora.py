@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection, nearest
 from dpfed.errors import DpfedError
+from dpfed.model.frozen.quantised import has_quantised, is_quantised
 
 PREFIX = "base_model.model."
+QUANTISED = 'model.train = "{}" would train quantised weights, which stay frozen: use "lora"'
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 # Mamba reads the weights of these layers without calling the layers, so an adapter in them would
 # have no effect.
@@ -53,6 +55,9 @@ def adapt(
         raise DpfedError(
             f'model.adapter is a LoRA adapter: it needs model.train = "lora", not {section.train!r}'
         )
+    quantised = getattr(section, "quantize", "none") != "none" or has_quantised(model)
+    if section.train == "full" and quantised:
+        raise DpfedError(QUANTISED.format("full"))
     model.requires_grad_(section.train == "full")
     if section.train == "full":
         return Adapted(model, None)
@@ -90,6 +95,8 @@ def _mark(model: nn.Module, names: tuple[str, ...]) -> None:
                 f"{type(model).__name__}{nearest(name, known)}"
             )
         for tensor in chosen:
+            if is_quantised(tensors[tensor]):
+                raise DpfedError(QUANTISED.format(name))
             tensors[tensor].requires_grad_(True)
 
 

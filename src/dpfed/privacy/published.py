@@ -48,11 +48,19 @@ def show_lower_bound(value: float | None, places: int = 3) -> str:
 
 def show_score(value: float | None, places: int = 3) -> str:
     """Return an accuracy or another score with `places` decimals, rounded to nearest."""
-    return _fixed(value, places, ROUND_HALF_EVEN)
+    text = _fixed(value, places, ROUND_HALF_EVEN)
+    # A score such as R2 may be a little below zero by rounding.
+    is_zero = "0" in text and not text.strip("-0.")
+    return text.removeprefix("-") if is_zero else text
 
 
 def show_perplexity(value: float | None) -> str:
     """Return a perplexity with at most four digits, rounded to nearest."""
+    return show_number(value)
+
+
+def show_number(value: float | None) -> str:
+    """Return a number in the user's unit with at most four digits, rounded to nearest."""
     if value is None or not math.isfinite(value):
         return _no_number(value)
     return f"{value:.4g}"

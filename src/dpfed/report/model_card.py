@@ -16,7 +16,7 @@ from dpfed.config import Config
 from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.model.given_module import GivenModule
-from dpfed.privacy.published import show_delta, show_loss, show_perplexity, show_score
+from dpfed.privacy.published import show_delta, show_loss, show_number, show_perplexity, show_score
 from dpfed.report.statement.build import Statement, statement_of, write_statement
 from dpfed.report.statement.text import first_line, rows
 from dpfed.training.budget.recorded_spending import RecordedSpending
@@ -43,6 +43,7 @@ MARKDOWN.filters |= {
     "counted": counted,
     "show_delta": show_delta,
     "show_loss": show_loss,
+    "show_number": show_number,
     "show_perplexity": show_perplexity,
     "show_score": show_score,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfed.errors import counted
-from dpfed.privacy.published import show_loss, show_percent, show_perplexity
+from dpfed.privacy.published import show_loss, show_percent, show_perplexity, show_score
 from dpfed.report.figures.figure import joined, short
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.statement.text import first_line, rows
@@ -26,6 +26,8 @@ OPERATOR_BANNER = (
 THIRD_PARTY_ASSUMPTION = (
     "it holds only while the seed, the cohorts and every figure of a single client stay secret"
 )
+# Scores of tasks that are not measured by accuracy: key in the result, name, and how it is shown.
+OTHER_SCORES = (("perplexity", "Perplexity", show_perplexity), ("r2", "R2", show_score))
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,12 @@ def _shape(group: Group) -> str:
 
 
 def best_group(groups: Sequence[Group]) -> Group | None:
-    """Return the group with the highest mean accuracy among the groups of smallest epsilon.
+    """Return the group with the highest mean score among the groups of smallest epsilon.
 
     Return None if no run has been scored.
     """
     rows = tuple(
-        Row(label=g.label, accuracies=g.accuracies, epsilon=g.epsilon)
-        for g in groups
-        if g.accuracies
+        Row(label=g.label, accuracies=g.scores, epsilon=g.epsilon) for g in groups if g.scores
     )
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)
     return next((group for group in groups if group.label in names), None)
@@ -108,16 +108,15 @@ def cards(groups: Sequence[Group]) -> list[Card]:
 
 
 def _score_card(group: Group, named: bool) -> Card:
-    """Return the card with the accuracy, or with the perplexity of a language model."""
-    found = [number(run.result.get("test_perplexity")) for run in group.runs]
-    reached = [value for value in found if value is not None]
-    if reached:
-        notes = [group.label] if named else []
-        notes.append("one seed" if len(reached) == 1 else f"mean of {len(reached)} seeds")
-        before = number(group.first("start_perplexity"))
-        notes.append(f"{show_perplexity(before)} before training")
-        mean = sum(reached) / len(reached)
-        return Card("Perplexity", show_perplexity(mean), "; ".join(notes))
+    """Return the card with the accuracy, the perplexity of a language model, or R2."""
+    for key, name, shown in OTHER_SCORES:
+        found = [number(run.result.get(f"test_{key}")) for run in group.runs]
+        reached = [value for value in found if value is not None]
+        if reached:
+            notes = [group.label] if named else []
+            notes.append("one seed" if len(reached) == 1 else f"mean of {len(reached)} seeds")
+            notes.append(f"{shown(number(group.first(f'start_{key}')))} before training")
+            return Card(name, shown(sum(reached) / len(reached)), "; ".join(notes))
     row = Row(label=group.label, accuracies=group.accuracies)
     start = number(group.first("start_accuracy"))
     notes = [group.label] if named else []

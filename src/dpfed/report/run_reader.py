@@ -163,6 +163,12 @@ class Group:
         return tuple(run.accuracy for run in self.runs if run.accuracy is not None)
 
     @property
+    def scores(self) -> tuple[float, ...]:
+        """Accuracy of each scored run; R2 for regression, which has no accuracy."""
+        last = [curve[max(curve)] for run in self.runs if (curve := run.curve("r2"))]
+        return tuple(last) or self.accuracies
+
+    @property
     def epsilon(self) -> dict[str, float | None]:
         """Planned epsilon by view: the largest in the results, else the ledger's epsilon."""
         return {view: self._epsilon(view) for view in FIGURES}

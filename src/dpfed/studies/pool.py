@@ -26,6 +26,8 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.studies.outcomes import Task, clear
 
 if TYPE_CHECKING:
+    from dpfed.config import Config
+    from dpfed.data.tables import Source
     from dpfed.training.backends.batched_runs import BatchedRun
     from dpfed.training.job.job_cache import JobCache
 
@@ -234,6 +236,19 @@ def cache_purpose(tables: Mapping[str, Any]) -> str:
     return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
 
 
+def _source_of(config: Config, sources: dict[Any, Any]) -> Source:
+    """Return the loaded data of a run, from `sources` if they are there."""
+    from dpfed.training.job.data import configured_source, label_task
+
+    key = (config.data, label_task(config.model))
+    if key not in sources:
+        # Keep only one source in memory, because data may be large.
+        sources.clear()
+        sources[key] = configured_source(config.data, config.model)
+    found: Source = sources[key]
+    return found
+
+
 def run_one(
     tables: Mapping[str, Any],
     folder: Path,
@@ -260,15 +275,11 @@ def run_one(
 
     try:
         config = build(tables, registry())
-        loader: Any = config.data
         with place.shared.lock if place else contextlib.nullcontext():
-            if loader not in sources:
-                # Keep only one source in memory, because data may be large.
-                sources.clear()
-                sources[loader] = loader.load()
+            source = _source_of(config, sources)
         with contextlib.suppress(StoppedError):
             execution = InProcess(cache=cache, batch=place)
-            run(config, folder, source=sources[loader], execution=execution)
+            run(config, folder, source=source, execution=execution)
         if tuning:
             (folder / MODEL).unlink(missing_ok=True)
         return None

@@ -1,7 +1,8 @@
 """Evaluate a trained vector on the server's public test set.
 
-Loss and accuracy of a classifier are means over records. Those of a language model are means over
-target tokens, so that exp(loss) is the perplexity.
+Loss and accuracy are means over records. Those of a language model are means over target tokens,
+so that exp(loss) is the perplexity. Regression has no accuracy. It has R2, which follows from the
+loss.
 """
 
 from __future__ import annotations
@@ -45,23 +46,42 @@ def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
-    """Return accuracy and mean loss on the server's test set; (None, None) without a test set."""
+    """Return accuracy and mean loss on the server's test set; (None, None) without a test set.
+
+    Regression has no accuracy; None stands in its place.
+    """
+    task = job.model.task
     # One tensor holds all sums, so that the host waits only once for a copy from the GPU.
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for scores, labels in scored_batches(job, theta):
         weights = _weights(job, scores)
-        correct = (job.model.correct(scores, labels).double() * weights).sum()
-        loss = (job.model.loss(scores, labels).double() * weights).sum()
-        sums += torch.stack([correct, loss, weights.sum()])
-    right, total, weight = sums.tolist()
-    return (right / weight, total / weight) if weight else (None, None)
+        right = task.correct(scores, labels).double() if task.correct else 0 * weights
+        loss = task.loss(scores, labels).double()
+        sums += torch.stack([(right * weights).sum(), (loss * weights).sum(), weights.sum()])
+    correct, total, weight = sums.tolist()
+    if not weight:
+        return None, None
+    return (correct / weight if task.correct else None), total / weight
+
+
+def r_squared(job: Job, loss: float | None) -> float | None:
+    """Return R2, the share of the test numbers' variance that the model explains.
+
+    Return None for other tasks, without a finite loss, and if all test numbers are equal.
+
+    loss  mean squared error of the standardised test numbers
+    """
+    if job.model.task.name != "regress" or loss is None or not math.isfinite(loss):
+        return None
+    variance = float(job.test.labels.var(correction=0)) / job.spec.scale**2
+    return 1 - loss / variance if variance else None
 
 
 def _weights(job: Job, scores: Tensor) -> Tensor:
     """Return the weight of each record: 1, or the number of its target tokens."""
-    if job.model.classifies:
-        return scores.new_ones(len(scores), dtype=torch.float64)
-    return scores[:, TARGETS].double()
+    if job.model.task.causal:
+        return scores[:, TARGETS].double()
+    return scores.new_ones(len(scores), dtype=torch.float64)
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -88,9 +108,21 @@ def class_scores(table: Tensor) -> list[Scores]:
 
     A class that the model never predicts has precision 0. A class without records has recall 0.
     """
-    correct = table.diag().double()
-    predicted = table.sum(0).double()
-    support = table.sum(1).double()
+    return _class_scores(table.diag(), table.sum(0), table.sum(1))
+
+
+def label_scores(job: Job, theta: Tensor) -> list[Scores]:
+    """Return the scores of each label of multi-label data, whose support is its records."""
+    counts = torch.zeros(3, len(job.classes), dtype=torch.int64)
+    for scores, labels in scored_batches(job, theta):
+        found, true = (scores > 0).cpu(), labels.bool().cpu()
+        counts += torch.stack([(found & true).sum(0), found.sum(0), true.sum(0)])
+    return _class_scores(*counts)
+
+
+def _class_scores(right: Tensor, found: Tensor, true: Tensor) -> list[Scores]:
+    """Return the scores of each class from its numbers of right, predicted and true records."""
+    correct, predicted, support = right.double(), found.double(), true.double()
     precision = correct / predicted.clamp_min(1)
     recall = correct / support.clamp_min(1)
     f1 = 2 * correct / (predicted + support).clamp_min(1)
@@ -103,15 +135,16 @@ def class_scores(table: Tensor) -> list[Scores]:
 def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     """Return accuracy, macro F1 and the scores of each class on the test set, as one dict.
 
-    The dict is empty if there is no test set. That of a language model has `language_metrics`.
+    The dict is empty if there is no test set. Other tasks have other metrics.
 
     f1          only with two classes: F1 of the second class, as in the GLUE benchmark
     one_answer  only if the model predicts one class for all records: the name of this class
     """
     if len(job.test.labels) == 0:
         return {}
-    if not job.model.classifies:
-        return language_metrics(job, theta)
+    others = {"causal": language_metrics, "regress": number_metrics, "multilabel": label_metrics}
+    if job.model.task.name in others:
+        return others[job.model.task.name](job, theta)
     table = confusion(job, theta)
     scores = class_scores(table)
     found: dict[str, Any] = {
@@ -125,6 +158,36 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     if len(predicted) == 1 and sum(s.support > 0 for s in scores) > 1:
         found["one_answer"] = job.classes[predicted[0]]
     return found
+
+
+def number_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
+    """Return the errors of predicted numbers, in the unit of the numbers: mae, rmse and r2."""
+    predict = job.model.task.predict
+    errors = torch.cat(
+        [predict(scores) - labels.double() for scores, labels in scored_batches(job, theta)]
+    )
+    squared = float(errors.square().mean())
+    found = {"mae": float(errors.abs().mean()), "rmse": math.sqrt(squared)}
+    r2 = r_squared(job, squared / job.spec.scale**2)
+    return found if r2 is None else {**found, "r2": r2}
+
+
+def label_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
+    """Return the scores of multi-label predictions, where a probability above 1/2 is a yes.
+
+    accuracy     share of right answers, over all records and labels
+    exact_match  share of records with all labels right
+    """
+    task = job.model.task
+    assert task.correct is not None
+    right = torch.cat([task.correct(*batch).double() for batch in scored_batches(job, theta)])
+    scores = label_scores(job, theta)
+    return {
+        "accuracy": float(right.mean()),
+        "exact_match": float((right == 1).double().mean()),
+        "macro_f1": sum(s.f1 for s in scores) / len(scores),
+        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
+    }
 
 
 def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:

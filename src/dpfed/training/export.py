@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from dpfed.config import Config, load
 from dpfed.errors import DpfedError, phrase
 from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.export_files import Companions, Reading
+from dpfed.model.frozen.quantised import has_quantised
 from dpfed.model.parameter_vector import Space
+from dpfed.model.target_units import can_convert, to_user_unit
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.registry import registry
@@ -38,6 +40,11 @@ from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
 # With the name config.json, transformers would take the folder of an adapter for a whole model.
 ADAPTED_CONFIG = "model_config.json"
+PROBLEM_TYPES = {
+    "classify": "single_label_classification",
+    "regress": "regression",
+    "multilabel": "multi_label_classification",
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,14 @@ class Trained:
 
     config    the configuration of the run
     result    the content of run.json
+    spec      public facts about the inputs and labels
     parts     the model with its trained weights
     accounts  the spending in the run's ledger; None for a run without privacy
     """
 
     config: Config
     result: dict[str, Any]
+    spec: InputSpec
     parts: AssembledModel
     accounts: RecordedSpending | None
 
@@ -60,7 +69,11 @@ class Trained:
         """The files that the export contains besides the weights, such as a tokenizer."""
         data = self.config.data
         reading = Reading(getattr(data, "size", None), getattr(data, "colour", "rgb") == "grey")
-        return self.parts.built.companions(reading)
+        found = self.parts.built.companions(reading)
+        if self.spec.task != "regress" or can_convert(self.parts.adapted.model, self.parts.head):
+            return found
+        unit = f"A predicted number is {self.spec.scale} * output + {self.spec.center}."
+        return replace(found, notes=(*found.notes, unit))
 
     @property
     def spending_record(self) -> str:
@@ -76,7 +89,7 @@ def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
     config = load(folder / CONFIG, [], registry())
     result = read_result(folder)
     try:
-        spec = InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+        spec = _input_of(result)
         # A result without a release note is damaged, too.
         _ = result["release"]
     except (KeyError, TypeError):
@@ -90,14 +103,23 @@ def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
 def read_run(folder: Path) -> Trained:
     """Read configuration, result, trained model and ledger of a run from its folder."""
     config, result, spec = run_settings(folder)
-    streams = Streams(config.run.seed)
-    seeds = (streams.number("init"), streams.number("init", 1))
-    parts = assemble(config.model, spec, seeds, **block_rules(config))
+    parts = _assembled(config, spec)
     with torch.no_grad():
         for name, value in trained_tensors(folder, parts.space).items():
             parts.adapted.model.get_parameter(name).copy_(value)
     private = result["release"] != NO_PRIVACY
-    return Trained(config, result, parts, read_recorded_spending(folder) if private else None)
+    return Trained(config, result, spec, parts, read_recorded_spending(folder) if private else None)
+
+
+def _input_of(result: dict[str, Any]) -> InputSpec:
+    return InputSpec(**{**result["input"], "shape": tuple(result["input"]["shape"])})
+
+
+def _assembled(config: Config, spec: InputSpec) -> AssembledModel:
+    """Return the model of a run with its initial weights."""
+    streams = Streams(config.run.seed)
+    seeds = (streams.number("init"), streams.number("init", 1))
+    return assemble(config.model, spec, seeds, **block_rules(config))
 
 
 def trained_tensors(folder: Path, space: Space) -> dict[str, Tensor]:
@@ -128,6 +150,8 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
             f"{phrase('merge')} joins an adapter with its base; "
             f"train = {trained.config.model.train!r} has none"
         )
+    if merge:
+        trained = _with_plain_base(trained)
     peft = trained.parts.adapted.peft
     record = trained.spending_record
     configure(trained)
@@ -151,8 +175,33 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     return kind
 
 
+def _with_plain_base(trained: Trained) -> Trained:
+    """Return the run with the plain weights of a base that it quantised.
+
+    A sum of base and adapter would be rounded again if it were stored in few bits.
+    """
+    section: Any = trained.config.model
+    if getattr(section, "quantize", "none") == "none":
+        if has_quantised(trained.parts.adapted.model):
+            raise DpfedError(
+                "the weights of this run's base are quantised, and a merged model would round the "
+                "adapter: export the adapter alone"
+            )
+        return trained
+    config = replace(trained.config, model=replace(section, quantize="none"))
+    parts = _assembled(config, trained.spec)
+    with torch.no_grad():
+        for name in parts.space.names:
+            value = trained.parts.adapted.model.get_parameter(name)
+            parts.adapted.model.get_parameter(name).copy_(value)
+    return replace(trained, config=config, parts=parts)
+
+
 def configure(trained: Trained) -> None:
-    """Add class names and model-specific entries to the model configuration that is exported."""
+    """Add class names and model-specific entries to the model configuration that is exported.
+
+    Call this once: the head of a regression then gives numbers in the user's unit.
+    """
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:
         return
@@ -161,8 +210,10 @@ def configure(trained: Trained) -> None:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # With this value, transformers pipelines use softmax. The base model may set another value.
-        config.problem_type = "single_label_classification"
+        # By this value, pipelines of transformers choose softmax, sigmoid or the output itself.
+        config.problem_type = PROBLEM_TYPES[trained.spec.task]
+        if trained.spec.task == "regress":
+            to_user_unit(trained.parts.adapted.model, trained.parts.head, trained.spec)
     for key, value in trained.companions.config.items():
         setattr(config, key, value)
 

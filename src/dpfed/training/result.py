@@ -56,7 +56,7 @@ def result_of(
         "test_loss": loss,
         "test_records": len(job.test.labels),
         "start_accuracy": first.accuracy,
-        **({} if job.model.classifies else perplexities(first, last)),
+        **other_scores(job, first, last),
         "epsilon": spending.figures(),
         "delta": job.config.privacy.delta if job.plan.private else None,
         "sigma": [float(sigmas.min()), float(sigmas.max())] if np.ptp(sigmas) else float(sigmas[0]),
@@ -67,7 +67,7 @@ def result_of(
         "client_names": client_names(job.config) if job.served else list(job.shards.names),
         "largest_client": int(job.plan.sizes.max()),
         "records": int(job.plan.sizes.sum()),
-        "task": "classification" if job.model.classifies else "causal",
+        "task": job.model.task.name,
         "classes": list(job.classes),
         "input": asdict(job.spec),
         "parameters": job.space.size,
@@ -83,19 +83,27 @@ def result_of(
     return result | ({"served": True} if job.served else {})
 
 
-def perplexities(first: Round, last: Round) -> dict[str, float | None]:
+def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]:
+    """Return the main score of a task that is not measured by accuracy, before and after."""
+    if job.model.task.name == "regress":
+        return {"test_r2": last.r2, "start_r2": first.r2}
+    if not job.model.task.causal:
+        return {}
     return {
         "test_perplexity": perplexity(last.loss),
         "start_perplexity": perplexity(first.loss),
     }
 
 
+def task_name(config: Config, result: Mapping[str, Any]) -> str:
+    """Return the task of a run; results of old versions do not say it."""
+    causal = config.model.name == "auto-causal"
+    return str(result.get("task") or ("causal" if causal else "classify"))
+
+
 def is_causal(config: Config, result: Mapping[str, Any]) -> bool:
-    """Return True if the run trained a language model; results of old versions do not say so."""
-    task = result.get("task")
-    if task is None:
-        return bool(config.model.name == "auto-causal")
-    return bool(task == "causal")
+    """Return True if the run trained a language model."""
+    return task_name(config, result) == "causal"
 
 
 def guarantee(job: Job) -> str:

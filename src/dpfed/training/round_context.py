@@ -60,7 +60,7 @@ def context(
     answered  number of messages in the cohort's mean; only the server's step uses this number
     """
     run = job.config.run
-    base_lr = job.algorithm.lr
+    base_lr = job.algorithm.base_lr
     figures = RoundFigures(
         t,
         run.rounds,

@@ -16,7 +16,7 @@ from dpfed.training.backends.finite_check import begin_finite_check
 from dpfed.training.budget.participation import choose_cohort
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
-from dpfed.training.evaluation import evaluate
+from dpfed.training.evaluation import evaluate, r_squared
 from dpfed.training.job.job import Job
 from dpfed.training.job.public_score import chosen_score, own_score
 from dpfed.training.round_context import context, first_state
@@ -107,7 +107,8 @@ class RoundLoop:
         epsilon = self.spending.server_max()
         clip = self.job.plan.clip
         score = own_score(self.job, state.theta)
-        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, score=score)
+        scores = {"score": score, "r2": r_squared(self.job, loss)}
+        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, **scores)
         state = state.judged(chosen_score(self.job, round), 0)
         self.callbacks.on_round(replace(round, best=state.best))
         return Progress(0, state)
@@ -152,6 +153,7 @@ class RoundLoop:
             loss=loss,
             last_accuracy=last,
             score=score,
+            r2=r_squared(self.job, loss),
             epsilon=epsilon() if epsilon else None,
             seconds=seconds,
         )

@@ -14,7 +14,8 @@ class Round:
     """The results of one completed round.
 
     t               number of the round; 0 is the evaluation before training
-    accuracy, loss  scores on the server's public test set; None if the round was not evaluated
+    accuracy, loss  scores on the server's public test set; None if the round was not evaluated;
+                    regression has no accuracy
     epsilon         largest epsilon of any client so far; None without privacy or evaluation
     cohort          number of clients that took part; the server keeps this secret
     eligible        number of clients from which the cohort was drawn; the server keeps this secret
@@ -22,7 +23,8 @@ class Round:
     seconds         training time since round 1
     theta           the evaluated vector: the last iterate, or the average with `run.average`
     last_accuracy   accuracy of the last iterate, with `run.average` only
-    score           value of `run.metric`, if it is neither accuracy nor loss
+    score           value of `run.metric`, if it follows from none of the other scores
+    r2              share of the test numbers' variance that is explained, for regression only
     best            the best round so far, with `run.keep` or `run.early_stopping` only
     """
 
@@ -37,6 +39,7 @@ class Round:
     theta: Tensor = field(repr=False)
     last_accuracy: float | None = None
     score: float | None = None
+    r2: float | None = None
     best: Best | None = field(default=None, repr=False)
 
 

@@ -11,7 +11,7 @@ from dpfed.accel.operators.norm import FrozenLayerNorm
 from dpfed.model.fast_paths.layer_norm import FusedLayerNorm, fuse_norms
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.task import per_record_loss
+from dpfed.model.task import CLASSIFY
 
 pytest.importorskip("triton")
 
@@ -81,7 +81,7 @@ def test_inside_vmap_it_is_plain() -> None:
     torch.manual_seed(0)
     model = Prompted()
     trained = trainable(model)
-    ready = PerSample(model, space_of(trained), call, per_record_loss)
+    ready = PerSample(model, space_of(trained), call, CLASSIFY)
     theta = ready.space.flatten(trained).detach().expand(2, -1).clone()
     x, client, labels = torch.randn(4, 5, 8), torch.tensor([0, 0, 1, 1]), torch.arange(4) % 3
     together = torch.cat(ready.grads(theta, client, {"x": x}, labels), 1)

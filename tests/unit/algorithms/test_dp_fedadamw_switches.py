@@ -150,7 +150,7 @@ def test_without_alignment_no_direction_is_sent() -> None:
 def test_the_defaults_are_those_of_the_specification_and_say_nothing() -> None:
     a = DPFedAdamW()
     assert (a.lr, a.weight_decay, a.gamma, a.beta1, a.beta2, a.eps) == (
-        3e-4,
+        "auto",
         0.01,
         0.5,
         0.9,

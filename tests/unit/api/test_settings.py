@@ -241,7 +241,7 @@ COMMANDS_ONLY = {
     "errors.py",
     "config/parsing.py",
     "privacy/accounting/planner.py",
-    "training/audit.py",
+    "training/auditing",
     "training/export.py",
     "training/backends/batched_runs.py",
     "training/run_folder/resume.py",

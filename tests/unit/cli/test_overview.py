@@ -234,9 +234,9 @@ def test_exit_codes(
 def test_an_audit_that_disproves_ends_with_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import dpfed.privacy.audit as audit
+    import dpfed.privacy.auditing.report as report
 
-    monkeypatch.setattr(audit, "disproofs", lambda *found: iter(["made up for this test"]))
+    monkeypatch.setattr(report, "disproofs", lambda *found: iter(["made up for this test"]))
     small = ["--set", "model.name=linear", "--set", "run.rounds=1", "--set", "run.local_steps=1"]
     assert called(monkeypatch, "audit", *small, "--canaries", "40") == 4
     assert "made up for this test" in capsys.readouterr().out

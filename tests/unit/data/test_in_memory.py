@@ -257,7 +257,7 @@ def test_columns_of_no_use_are_left_out() -> None:
             "no column that a model reads: call one 'text', 'messages', .* it has: label",
         ),
         ({"text": [], "label": []}, "must be a non-empty list with one label for each record"),
-        ({"text": ["a"], "label": [0.5]}, r"row 0 of train has no usable label: 0\.5"),
+        ({"text": ["a"], "label": [0.5]}, r"has numbers such as 0\.5, which are no classes"),
         ({"text": ["a", "b"], "label": ["good", None]}, "row 1 of train has no label"),
         ({"text": ["a", "b"], "label": [1, float("nan")]}, "row 1 of train has no label"),
         (

@@ -36,6 +36,7 @@ from dpfed.federation.messages import (
 )
 from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation
+from dpfed.model.task import Task
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import OsNoise
@@ -125,7 +126,7 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
     model: Any = SimpleNamespace(
         rows=4,
         scores=lambda theta, inputs: inputs["x"],
-        correct=lambda scores, labels: correct[scores],
+        task=Task(lambda scores, labels: scores, lambda scores, labels: correct[scores]),
     )
     records = Records({"x": torch.arange(6)}, torch.zeros(6, dtype=torch.int64))
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)

@@ -11,6 +11,7 @@ from decoder_case import DECODERS, MIXTURES
 from zoo_case import ZooCase, alone_causal, save, text_spec, tokens_of, with_train
 
 from dpfed.model.build import describe_space
+from dpfed.model.per_sample.isolation_check import RECORDS, records_mix
 from dpfed.model.zoo.text import AutoCausal
 
 LABELS = torch.zeros(4, dtype=torch.int64)
@@ -40,6 +41,10 @@ def test_gradients_equal_the_unpadded_loop(name: str, train: str, tmp_path: Path
         case.check(tokens_of(count, 8, 20, 0), LABELS[:count], alone_causal)
     case.alive()
     assert case.ready.shares_passes == (name not in MIXTURES)
+    if case.ready.shares_passes:
+        generator = torch.Generator().manual_seed(0)
+        records = case.spec.synthetic(RECORDS, generator)
+        assert not records_mix(case.ready, case.theta, records, case.spec.classes, generator)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -19,6 +19,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.augment import flip
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
+from dpfed.model.task import Task
 from dpfed.privacy.clipping import clip_and_sum
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.oracle import FleetOracle, Isolation, RoundTerms
@@ -273,7 +274,7 @@ def bert() -> tuple[PerSample, Tensor, Records]:
     labels = torch.randint(0, 3, (12,), generator=generator)
     records = Records({"input_ids": ids * mask, "attention_mask": mask}, labels)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
-    return PerSample(model, space, call, loss), space.flatten(tensors).detach(), records
+    return PerSample(model, space, call, Task(loss)), space.flatten(tensors).detach(), records
 
 
 def cnn() -> tuple[PerSample, Tensor, Records]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
+from dpfed.model.task import Task
 from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 from dpfed.privacy.noise import OsNoise, Streams
@@ -64,7 +65,7 @@ def net(
     tensors = trainable(model)
     space = space_of(tensors)
     theta = space.flatten(tensors)
-    return PerSample(model, space, call, loss), theta
+    return PerSample(model, space, call, Task(loss)), theta
 
 
 def net_records(count: int) -> Records:
@@ -174,7 +175,8 @@ def loop_gradients(model: PerSample, theta: Tensor, records: Records) -> Tensor:
         scores = torch.func.functional_call(
             model.model, weights, (), {"x": records.inputs["x"][j : j + 1]}
         )
-        (grad,) = torch.autograd.grad(model.loss(scores, records.labels[j : j + 1]).sum(), vector)
+        loss = model.task.loss(scores, records.labels[j : j + 1]).sum()
+        (grad,) = torch.autograd.grad(loss, vector)
         out.append(grad)
     return torch.stack(out)
 

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from dpfed.data.partition import Shards, shards_of
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
+from dpfed.model.task import CLASSIFY
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, PassShape
 from dpfed.privacy.noise import Streams
@@ -58,7 +59,7 @@ def net(dropout: float = 0.0) -> tuple[PerSample, Tensor]:
         model,
         space,
         forward,
-        lambda s, y: torch.nn.functional.cross_entropy(s, y, reduction="none"),
+        CLASSIFY,
     ), theta
 
 

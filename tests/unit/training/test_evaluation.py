@@ -13,24 +13,20 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
 
 from dpfed.cli.run import closing
-from dpfed.model.task import NEXT_TOKEN
+from dpfed.model.task import CLASSIFY, NEXT_TOKEN
 from dpfed.privacy.record_batch import Records
 from dpfed.training.callbacks.activity import ignore
 from dpfed.training.evaluation import class_scores, confusion, evaluate, task_metrics
 
 
-def job_of(
-    labels: list[int], answers: list[int], classes: int, classifies: bool = True, batch: int = 1024
-) -> Any:
+def job_of(labels: list[int], answers: list[int], classes: int, batch: int = 1024) -> Any:
     """Return a job whose model returns its inputs as answers."""
     test = Records({"x": torch.tensor(answers)}, torch.tensor(labels))
 
     def scores(theta: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.one_hot(inputs["x"], classes).float()
 
-    model = SimpleNamespace(
-        scores=scores, classifies=classifies, records_at_once=lambda device: batch
-    )
+    model = SimpleNamespace(scores=scores, task=CLASSIFY, records_at_once=lambda device: batch)
     names = tuple(f"class {c}" for c in range(classes))
     device = torch.device("cpu")
     return SimpleNamespace(classes=names, model=model, test=test, device=device, on_activity=ignore)
@@ -132,9 +128,7 @@ def language_job(scores: list[list[float]], **inputs: list[int]) -> Any:
     records = {"row": torch.arange(len(given)), **{k: torch.tensor(v) for k, v in inputs.items()}}
     model = SimpleNamespace(
         scores=lambda theta, inputs: given[inputs["row"]],
-        classifies=False,
-        loss=NEXT_TOKEN.loss,
-        correct=NEXT_TOKEN.correct,
+        task=NEXT_TOKEN,
         records_at_once=lambda device: 2,
     )
     test = Records(records, torch.zeros(len(given), dtype=torch.int64))

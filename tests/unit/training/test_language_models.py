@@ -74,7 +74,7 @@ def fine_tune(folder: Any, out: Path, train: Any = CHATS, **keys: Any) -> dpfed.
 def test_chats_are_scored_by_the_assistants_tokens(task: str | None, tmp_path: Path) -> None:
     folder = chat_model(tmp_path)
     job = job_of(folder, CHATS, **({"task": task} if task else {}))
-    assert not job.model.classifies
+    assert job.model.task.causal
     assert (job.classes, job.spec.classes) == ((), 0)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     losses: list[list[float]] = []
@@ -275,10 +275,10 @@ def test_perplexities() -> None:
 
 def test_a_classifier_has_no_perplexity(tmp_path: Path) -> None:
     folder = chat_model(tmp_path / "m")
-    settings = {"model.task": "classification"}
+    settings = {"model.task": "classify"}
     test = LABELLED[:2]
     trained = fine_tune(folder, tmp_path / "out", LABELLED, test=test, settings=settings)
-    assert trained.result["task"] == "classification"
+    assert trained.result["task"] == "classify"
     assert "perplexity" not in trained.history
     with pytest.raises(DpfedError, match="has no perplexity"):
         _ = trained.perplexity
@@ -366,23 +366,23 @@ def test_describe_counts_lost_targets(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_labels_and_a_language_model_ask_which_is_meant(tmp_path: Path) -> None:
     folder = chat_model(tmp_path / "m")
-    words = r'and the data have labels: set model\.task to "causal" .* or to "classification"'
+    words = r'and the data have labels: set model\.task to "causal" .* or to "classify"'
     with pytest.raises(DpfedError, match=words):
         fine_tune(folder, tmp_path / "out", LABELLED, test=LABELLED[:2])
     assert not (tmp_path / "out").exists()
-    for task, classes in (("causal", False), ("classification", True)):
+    for task, classes in (("causal", False), ("classify", True)):
         job = job_of(folder, LABELLED, task=task)
-        assert job.model.classifies is classes
-    assert not job_of(folder, LABELLED, name="auto-causal").model.classifies
+        assert job.model.task.causal is not classes
+    assert job_of(folder, LABELLED, name="auto-causal").model.task.causal
 
 
 @pytest.mark.parametrize(
     ("records", "model", "words"),
     [
-        (CHATS, {"task": "classification"}, "learns labels, and the data have none"),
+        (CHATS, {"task": "classify"}, "learns labels, and the data have none"),
         (
             [{**record, "label": i % 2} for i, record in enumerate(CHATS)],
-            {"task": "classification"},
+            {"task": "classify"},
             "a classifier reads a column of texts, and the data have messages",
         ),
         (CHATS, {"name": "roberta-base"}, "learns labels, and the data have none"),

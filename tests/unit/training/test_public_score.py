@@ -116,7 +116,7 @@ def test_an_interrupted_run_keeps_its_best_round(tmp_path: Path) -> None:
     ("keys", "sentence"),
     [
         ({"metric": "given"}, "this run's metric was handed over by a program"),
-        ({"metric": "auroc"}, "needs test records of every class, and '3' has none"),
+        ({"metric": "auroc"}, "needs test records with and without each class; see '3'"),
     ],
 )
 def test_a_score_that_cannot_be_computed_is_refused(

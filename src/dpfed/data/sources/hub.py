@@ -21,11 +21,20 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import Ge, Le
 
-from dpfed.config import DataSection
+from dpfed.config import DataSection, LabelTask
 from dpfed.data.cache import Arrays, cached, key_of
 from dpfed.data.columns import Columns
 from dpfed.data.images import Colour, decode_all
-from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.labels import (
+    Column,
+    Encoded,
+    encode,
+    encode_as,
+    no_labels,
+    refuse_unlabelled,
+    set_names,
+    with_names,
+)
 from dpfed.data.language import LABEL, input_columns, label_column, stated_columns
 from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError, reason
@@ -36,6 +45,8 @@ Count = Annotated[int, Ge(2)]
 
 @dataclass(frozen=True)
 class Hub(DataSection):
+    tasks = ("classify", "regress", "multilabel")
+
     name: str = "hub"
     dataset: Annotated[str | None, "name on the hub, or a folder"] = None
     subset: Annotated[str | None, "configuration of the data set, if it has several"] = None
@@ -61,7 +72,7 @@ class Hub(DataSection):
         "names of the classes, or how many; default: as the data set declares",
     ] = None
 
-    def load(self) -> Source:
+    def load(self, task: LabelTask = "classify") -> Source:
         wanted = self.dataset or self.path
         if wanted is None:
             raise DpfedError(
@@ -80,16 +91,16 @@ class Hub(DataSection):
                 "records"
             )
         splits = fetch(wanted, self.subset, (self.train_split, self.test_split))
-        return self._source(wanted, splits)
+        return self._source(wanted, splits, task)
 
-    def _source(self, wanted: str, splits: list[Any]) -> Source:
+    def _source(self, wanted: str, splits: list[Any], task: LabelTask) -> Source:
         tables = [
             columns_of(split, f"{wanted} ({part})", without=self.image)
             for split, part in zip(splits, (self.train_split, self.test_split), strict=True)
         ]
         fingerprint = self._fingerprint(splits)
         label = label_column(self, tables[0].values)
-        labels = self._labels(splits[0], tables, label)
+        labels = self._labels(splits[0], tables, label, task)
         kind: Kind = "text"
         used = {self.image, label}
         if self.image is not None:
@@ -107,15 +118,24 @@ class Hub(DataSection):
             kind=kind,
             declared=labels.declared,
             fingerprint=fingerprint,
+            task=task,
         )
 
-    def _labels(self, train: Any, tables: list[Columns], label: str | None) -> Encoded:
+    def _labels(
+        self, train: Any, tables: list[Columns], label: str | None, task: LabelTask
+    ) -> Encoded:
         """Return the labels of both tables; only language data may have none."""
         if label is None and self.image is None:
+            refuse_unlabelled(task, tables[0].label)
             return no_labels(*(len(table.rows) for table in tables))
         name = label or LABEL
         columns = [Column(t.get(name, "data.label"), t.places()) for t in tables]
-        return encode(columns, self.classes or declared_names(train, name))
+        if task == "classify":
+            return encode(columns, self.classes or declared_names(train, name))
+        names = set_names(train, name) if task == "multilabel" else ()
+        if names:
+            columns = [with_names(column, names) for column in columns]
+        return encode_as(task, columns, self.classes or names or None, name)
 
     def _fingerprint(self, splits: list[Any]) -> str:
         """Return a hash of the splits and options; "" if the library does not identify a split."""

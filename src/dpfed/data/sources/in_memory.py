@@ -13,14 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.config import DataSection
+from dpfed.config import DataSection, LabelTask
 from dpfed.data.columns import is_missing
-from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.labels import (
+    Column,
+    Encoded,
+    encode,
+    encode_as,
+    no_labels,
+    set_names,
+    with_names,
+)
 from dpfed.data.language import forms_in
-from dpfed.data.memory_columns import LABELS, client_data, columns_of, joined
+from dpfed.data.memory_columns import LABELS, client_data, columns_of, has_columns, joined, plain
 from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 
 # Column that names the client of each record, if each client gave a data set of its own.
 CLIENT = "client"
@@ -39,9 +47,11 @@ def given_source(source: Source) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class InMemory(DataSection):
+    tasks = ("classify", "regress", "multilabel")
+
     name: str = "given"
 
-    def load(self) -> Source:
+    def load(self, task: LabelTask = "classify") -> Source:
         source = _given_source.get()
         if source is not None:
             return source
@@ -57,27 +67,35 @@ class _Given:
 
     part         "train" or "test", for errors
     class_names  class names that the data set states for its labels; () if none
+    set_names    class names that it states for lists of class numbers; () if none
     clients      names of the clients, if each gave a data set of its own
     """
 
     columns: Mapping[str, Any]
     part: str
     class_names: tuple[str, ...] = ()
+    set_names: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
 
 
-def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None) -> Source:
+def source_of(
+    train: Any,
+    test: Any,
+    classes: Sequence[str] | int | None = None,
+    task: LabelTask = "classify",
+) -> Source:
     """Return a source of a training and a test table with the same columns.
 
     train    private records: one data set, or one for each client in a list or a dictionary
     test     public records
     classes  names of the classes in the order of their numbers, or the number of classes;
              None for the classes that occur in the tables
+    task     what a label is
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
     private, public = _given(train, "train"), _given(test, "test")
-    labels = _labels(private, public, classes)
+    labels = _labels(private, public, classes, task)
     first, kind = _table(private, labels.parts[0])
     second, other = _table(public, labels.parts[1])
     if kind != other or first.inputs.keys() != second.inputs.keys():
@@ -97,6 +115,7 @@ def source_of(train: Any, test: Any, classes: Sequence[str] | int | None = None)
         white=white,
         declared=labels.declared,
         clients=private.clients,
+        task=task,
     )
 
 
@@ -116,7 +135,9 @@ def _given(data: Any, part: str) -> _Given:
     """Return the columns of a data set; the data sets of several clients are put together."""
     clients = client_data(data)
     if not clients:
-        return _Given(columns_of(data, part), part, _class_names(data))
+        columns = columns_of(data, part)
+        sets = set_names(data, pick(columns, LABELS))
+        return _Given(columns, part, _class_names(data), sets)
     if part == "test":
         raise DpfedError(
             "test has one data set for each client: the test set is the server's, so give one"
@@ -135,11 +156,16 @@ def _given(data: Any, part: str) -> _Given:
     columns[CLIENT] = np.array(owners)
     stated = {_class_names(value) for value in clients.values()}
     names = stated.pop() if len(stated) == 1 else ()
-    return _Given(columns, part, names, tuple(clients))
+    sets = {set_names(value, label) for value in clients.values()}
+    return _Given(columns, part, names, sets.pop() if len(sets) == 1 else (), tuple(clients))
 
 
-def _labels(train: _Given, test: _Given, classes: Sequence[str] | int | None) -> Encoded:
-    """Return the class numbers of the training and test labels, which are names or numbers."""
+def _labels(
+    train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
+) -> Encoded:
+    """Return the training and test labels. Classes are names or numbers."""
+    if task != "classify":
+        return _other_labels(train, test, classes, task)
     if classes is None and _has_no_labels(train):
         return no_labels(*(_rows(given) for given in (train, test)))
     parts = [_label_column(given) for given in (train, test)]
@@ -159,6 +185,37 @@ def _labels(train: _Given, test: _Given, classes: Sequence[str] | int | None) ->
     for column in columns:
         _refuse_negative(column)
     return encode(columns, None)
+
+
+def _other_labels(
+    train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
+) -> Encoded:
+    """Return labels that are numbers, or sets of classes."""
+    declared = None if classes is None else _declared(classes)
+    columns = []
+    for given in (train, test):
+        label = _label_name(given)
+        values = given.columns[label]
+        if has_columns(values):
+            # A data frame of 0 and 1, whose columns are the classes.
+            declared = declared or tuple(map(str, values.columns))
+            values = np.asarray(values)
+        values = plain(values)
+        rows = values.tolist() if hasattr(values, "tolist") else list(values)
+        if task == "regress":
+            rows = [_only(row) for row in rows]
+        columns.append(Column(rows, [f"row {i} of {given.part}" for i in range(len(rows))]))
+        if not rows:
+            raise DpfedError(f"the column {label} of {given.part} is empty")
+    if task == "multilabel" and train.set_names:
+        columns = [with_names(column, train.set_names) for column in columns]
+        declared = declared or train.set_names
+    return encode_as(task, columns, declared, _label_name(train))
+
+
+def _only(value: Any) -> Any:
+    """Return the number in a list of one number, and any other value unchanged."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _has_no_labels(given: _Given) -> bool:
@@ -190,21 +247,32 @@ def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
     If the column is not categorical, the categories are ().
     """
     columns, part = given.columns, given.part
-    label = pick(columns, LABELS)
-    if label is None:
-        raise DpfedError(
-            f"{part} has no column called {' or '.join(LABELS)}; it has: {', '.join(columns)}"
-        )
+    label = _label_name(given)
     labels = array_of(columns[label])
-    if labels.ndim != 1 or len(labels) == 0:
+    if labels.ndim != 1 or len(labels) == 0 or isinstance(labels[0], list | set | np.ndarray):
         raise DpfedError(
-            f"the column {label} of {part} must be a non-empty list with one label for each record"
+            f"the column {label} of {part} must be a non-empty list with one label for each "
+            f'record; with several labels for a record, set {phrase("task")} = "multilabel"'
+        )
+    if labels.dtype.kind == "f" and (labels % 1 > 0).any():
+        raise DpfedError(
+            f"the column {label} of {part} has numbers such as {labels[labels % 1 > 0][0]:g}, "
+            f'which are no classes: set {phrase("task")} = "regress" to predict them'
         )
     places = [f"row {i} of {part}" for i in range(len(labels))]
     values = [None if is_missing(value) else value for value in labels.tolist()]
     # Only a column of pandas can have categories.
     categories = getattr(getattr(columns[label], "dtype", None), "categories", None)
     return Column(values, places), tuple(map(str, () if categories is None else categories))
+
+
+def _label_name(given: _Given) -> str:
+    """Return the name of the column with the labels."""
+    label = pick(given.columns, LABELS)
+    if label is None:
+        have = ", ".join(given.columns)
+        raise DpfedError(f"{given.part} has no column called {' or '.join(LABELS)}; it has: {have}")
+    return label
 
 
 def _class_names(data: Any) -> tuple[str, ...]:

@@ -5,6 +5,9 @@
 `x` holds images if it is uint8 [n, channels, height, width], and features if it is float
 [n, features].
 
+`y` holds class numbers, or numbers for `model.task = "regress"`, or `[n, classes]` of 0 and 1 for
+"multilabel".
+
 `train_NAME` has one value per training record, such as the client or unit of the record. Set
 `data.client_column` or `data.unit_column` to NAME.
 """
@@ -18,8 +21,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from dpfed.config import DataSection
-from dpfed.data.labels import MOST_CLASSES
+from dpfed.config import DataSection, LabelTask
+from dpfed.data.labels import MOST_CLASSES, Column, Encoded, encode_as
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, reason
 
@@ -28,12 +31,14 @@ NEEDED = ("x_train", "y_train", "x_test", "y_test")
 
 @dataclass(frozen=True)
 class Npz(DataSection):
+    tasks = ("classify", "regress", "multilabel")
+
     name: str = "npz"
     classes: Annotated[
         int | None, Ge(2), "number of classes; default: as many as the labels show"
     ] = None
 
-    def load(self) -> Source:
+    def load(self, task: LabelTask = "classify") -> Source:
         if self.path is None:
             raise DpfedError(
                 'data.name = "npz" reads a file: set data.path to an .npz archive with '
@@ -51,16 +56,35 @@ class Npz(DataSection):
                 "it must be uint8 [n, c, h, w] or float [n, d]"
             )
         name = "pixel_values" if image else "features"
-        train = self._labels(arrays, "train")
-        test = self._labels(arrays, "test")
-        shown = int(max(train.max(), test.max())) + 1
+        labels = self._encoded(arrays, task)
+        train, test = labels.parts
         return Source(
             train=Table({name: self._inputs(arrays, "train")}, train, self._columns(arrays, train)),
             test=Table({name: self._inputs(arrays, "test")}, test),
-            classes=tuple(map(str, range(shown if self.classes is None else self.classes))),
+            classes=labels.names,
             kind="image" if image else "features",
-            declared=self.classes is not None,
+            declared=labels.declared,
+            task=task,
         )
+
+    def _encoded(self, arrays: dict[str, np.ndarray], task: LabelTask) -> Encoded:
+        """Return the labels of both parts, as class numbers, numbers or sets of classes."""
+        if task != "classify":
+            columns = []
+            for name in ("y_train", "y_test"):
+                rows = arrays[name]
+                if rows.ndim != (1 if task == "regress" else 2) or len(rows) == 0:
+                    raise DpfedError(
+                        f"{name} of {self.path} has shape {rows.shape}: model.task = "
+                        '"regress" needs [n], and "multilabel" needs [n, classes]'
+                    )
+                places = [f"row {i} of {name} in {self.path}" for i in range(len(rows))]
+                columns.append(Column(list(rows.tolist()), places))
+            return encode_as(task, columns, self.classes, "y")
+        parts = (self._labels(arrays, "train"), self._labels(arrays, "test"))
+        shown = 1 + int(max(part.max() for part in parts))
+        names = tuple(map(str, range(shown if self.classes is None else self.classes)))
+        return Encoded(parts, names, self.classes is not None)
 
     def _read(self, path: Path) -> dict[str, np.ndarray]:
         try:

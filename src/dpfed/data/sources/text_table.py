@@ -1,6 +1,8 @@
 """A user's own texts: a CSV, TSV, JSONL or Parquet table with a column of texts and one of labels.
 
-For language models a table has no labels: its records are texts, completions or chats.
+For language models a table has no labels: its records are texts, completions or chats. With
+`model.task = "regress"` labels are numbers. With "multilabel" they are names between semicolons or
+a JSON list; or `data.label` lists several columns of 0 and 1.
 
     [data]
     name = "text-table"
@@ -26,19 +28,23 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from dpfed.config import DataSection
+from dpfed.config import DataSection, LabelTask
 from dpfed.data.columns import Columns, read_columns
 from dpfed.data.files import reading
-from dpfed.data.labels import Column, Encoded, encode, no_labels
+from dpfed.data.labels import Column, Encoded, encode_as, no_labels, refuse_unlabelled
 from dpfed.data.language import input_columns, label_column, stated_columns
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
 Count = Annotated[int, Ge(2)]
+# Texts of 0 and 1 in files, as spreadsheets and data frames write them.
+FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1}
 
 
 @dataclass(frozen=True)
 class TextTable(DataSection):
+    tasks = ("classify", "regress", "multilabel")
+
     name: str = "text-table"
     test_path: Annotated[str | None, "table with the server's public test set"] = None
     text: Annotated[str | None, 'column with the text; default: "text" if there is one'] = None
@@ -49,14 +55,16 @@ class TextTable(DataSection):
         str | None, "column with a chat, of which the assistant's messages are learnt"
     ] = None
     label: Annotated[
-        str | None, 'column with the label; "": there is none; default: "label" if there is one'
+        str | tuple[str, ...] | None,
+        'column with the label, or columns of 0 and 1 for multilabel; "": there is none; '
+        'default: "label" if there is one',
     ] = None
     classes: Annotated[
         tuple[str, ...] | Count | None,
         "names of the classes, or how many; default: as the labels show",
     ] = None
 
-    def load(self) -> Source:
+    def load(self, task: LabelTask = "classify") -> Source:
         if self.path is None or self.test_path is None:
             raise DpfedError(
                 'data.name = "text-table" reads two tables (.csv, .tsv, .jsonl or .parquet): set '
@@ -71,9 +79,9 @@ class TextTable(DataSection):
         train, test = (read_columns(path) for path in paths)
         names = input_columns(stated_columns(self), train.values, train.label)
         label = label_column(self, train.values)
-        labels = self._labels(train, test, label)
+        labels = self._labels(train, test, label, task)
         inputs = [table.language_inputs(names) for table in (train, test)]
-        used = {*names.values(), label}
+        used = {*names.values(), *([label] if isinstance(label, str) else label or ())}
         columns = train.other_columns(used, self.client_column, self.unit_column)
         return Source(
             train=Table(inputs[0], labels.parts[0], columns),
@@ -87,13 +95,36 @@ class TextTable(DataSection):
                 for table in (train, test)
                 if table.separator != "comma"
             ),
+            task=task,
         )
 
-    def _labels(self, train: Columns, test: Columns, label: str | None) -> Encoded:
+    def _labels(
+        self, train: Columns, test: Columns, label: str | tuple[str, ...] | None, task: LabelTask
+    ) -> Encoded:
         if label is None:
+            refuse_unlabelled(task, train.label)
             return no_labels(len(train.rows), len(test.rows))
+        if isinstance(label, tuple):
+            return self._flags(train, test, label, task)
         parts = [Column(t.get(label, "data.label"), t.places()) for t in (train, test)]
-        return encode(parts, self.classes)
+        return encode_as(task, parts, self.classes, label)
+
+    def _flags(
+        self, train: Columns, test: Columns, columns: tuple[str, ...], task: LabelTask
+    ) -> Encoded:
+        """Return the labels of a table with one column of 0 and 1 for each class."""
+        if task != "multilabel" or self.classes is not None:
+            raise DpfedError(
+                "data.label lists columns, which are the classes of "
+                'model.task = "multilabel": set it, and leave data.classes out'
+            )
+        parts = []
+        for table in (train, test):
+            flags = [map(str, table.get(name, "data.label")) for name in columns]
+            # CSV files have texts, other files numbers.
+            rows = [[FLAGS.get(value, value) for value in row] for row in zip(*flags, strict=True)]
+            parts.append(Column(rows, table.places()))
+        return encode_as(task, parts, columns)
 
     def _fingerprint(self, paths: list[Path], names: dict[str, str]) -> str:
         """Return a hash of both files and of the names of the columns that the model reads.

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +86,11 @@ from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.budget.ledgers import client_ledger
 from dpfed.training.job.data import (
     augmentations_for,
+    configured_source,
     records_of,
+    refuse_scoring,
     refuse_unreleasable,
+    refuse_unstated,
     spec_of,
     tokenised,
 )
@@ -134,8 +136,9 @@ class Client:
         self.config = config
         self._log = log
         self._device = device_of(config.client.device)
-        loader: Any = config.data
-        source = source or loader.load()
+        refuse_unstated(config.model)
+        refuse_scoring(config.model, config.policy.evaluate)
+        source = source or configured_source(config.data, config.model)
         # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)
@@ -153,7 +156,7 @@ class Client:
         scored = held_out if config.policy.evaluate else held_out[:0]
         self._held_out = HeldOut(*self._on_device(rows_of(self._source.train, scored)))
         self._view = augmentations_for(run_config(config, None, "os"), self._source)
-        self._models = ModelBuilder(config, spec_of(self._source), self._device)
+        self._models = ModelBuilder(config, spec_of(self._source, config.model), self._device)
 
     @property
     def on_gpu(self) -> bool:
@@ -202,7 +205,7 @@ class Client:
         algorithm = algorithm_of(terms)
         plan = plan_of(terms, algorithm, int(self._shards.sizes[0]), unit_of(self.config))
         mechanism = plan.mechanism(0)
-        refuse(check_learning_rate(terms, algorithm.lr, policy))
+        refuse(check_learning_rate(terms, algorithm.base_lr, policy))
         refuse(check_training(terms, policy, mechanism, self._history(ledger)))
         check_training_round(terms, ledger, store)
         built = self._models.build(terms, algorithm)

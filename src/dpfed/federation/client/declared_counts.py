@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig
 from dpfed.federation.held_out import KEY, rows_of, split
+from dpfed.training.job.data import configured_source
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def compared(config: ClientConfig) -> list[Declared]:
 
     The list has the units to train on, and the held-out units if `policy.evaluate` is set.
     """
-    loader: Any = config.data
-    source: Source = loader.load()
+    source = configured_source(config.data, config.model)
     unit = config.data.unit_column
     state = Path(config.client.state)
     if config.client.held_out_share and not (state / KEY).exists():

@@ -15,7 +15,7 @@ from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig
 from dpfed.federation.messages import AnyTerms, Terms
 from dpfed.federation.policy import RefusedError
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Purpose, Streams
@@ -149,6 +149,6 @@ def figures_of(terms: Terms, algorithm: Algorithm) -> RoundFigures:
         terms.local_steps,
         terms.clients,
         terms.lr,
-        algorithm.lr,
+        algorithm.base_lr,
         terms.equal_phi,
     )

@@ -41,7 +41,7 @@ from dpfed.federation.messages import (
     pack,
     unpack_reply,
 )
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job
 from dpfed.training.job.message_size import meta_message
@@ -248,7 +248,7 @@ class Federation:
             local_steps=run.local_steps,
             clients=schedule.clients,
             cohort=schedule.cohort,
-            lr=learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds),
+            lr=learning_rate(job.algorithm.base_lr, run.lr_schedule, t, run.rounds),
             rate=float(plan.rates[client]),
             expected=float(plan.expected[client]),
             sigma=float(plan.multipliers[client]),
@@ -364,6 +364,6 @@ def norm_limit(job: Job, t: int, state: State) -> float:
     plan = job.plan.at(state.clip)
     run = job.config.run
     noise = max(math.sqrt(plan.phi(i)) for i in range(plan.clients))
-    lr = learning_rate(job.algorithm.lr, run.lr_schedule, t, run.rounds)
+    lr = learning_rate(job.algorithm.base_lr, run.lr_schedule, t, run.rounds)
     step = lr * (math.sqrt(job.space.size) * max(1.0, noise) + state.clip)
     return 1e4 * (run.local_steps * step + float(state.theta.norm()))

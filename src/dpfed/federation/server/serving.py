@@ -94,13 +94,13 @@ class RoundLines(Callback):
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
         self._say = say
-        self._causal = False
+        self._task = "classify"
 
     def on_start(self, job: Job) -> None:
-        self._causal = not job.model.classifies
+        self._task = job.model.task.name
 
     def on_round(self, round: Round) -> None:
-        score = round_score(round, self._causal)
+        score = round_score(round, self._task)
         self._say(f"round {round.t}/{self._rounds}  {score}  {round.seconds:.1f} s")
 
 

@@ -25,28 +25,40 @@ class Compiled:
     Compilation layer by layer is tried first: layers of one class share one compilation for each
     batch shape. The second attempt compiles the whole model, which takes many times as long. If
     both fail, calls go to `plain`.
+
+    checkpoints  True stores only the inputs of each layer for the backward pass. The whole model is
+                 then not compiled at once, because it would be one single layer.
     """
 
-    def __init__(self, plain: Callable[..., Tensor], model: nn.Module, **options: Any) -> None:
+    def __init__(
+        self,
+        plain: Callable[..., Tensor],
+        model: nn.Module,
+        checkpoints: bool = False,
+        **options: Any,
+    ) -> None:
         # torch.compile counts each class of layer in each stage as a recompilation of one function.
         # Raise the limit, because the default of 8 is too low.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._plain = plain
         self._layers = repeated_layers(model)
         self._options = {"dynamic": False, **options}
+        self._budget = 0.0 if checkpoints else ACTIVATION_BUDGET
         self._ways: list[tuple[str, Callable[[], Callable[..., Tensor]]]] = [
             ("layer by layer", self._by_layers),
             ("as a whole", lambda: torch.compile(self._plain, **self._options)),
         ]
         if not self._layers:
             self._ways.pop(0)
+        elif checkpoints:
+            self._ways.pop()
         self._current: Callable[..., Tensor] | None = None
 
     def __call__(self, *arguments: Any) -> Tensor:
         while self._ways:
             try:
                 self._current = self._current or self._ways[0][1]()
-                with torch._functorch.config.patch(activation_memory_budget=ACTIVATION_BUDGET):
+                with torch._functorch.config.patch(activation_memory_budget=self._budget):
                     return self._current(*arguments)
             except torch.OutOfMemoryError:
                 raise

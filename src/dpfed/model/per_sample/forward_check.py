@@ -106,7 +106,7 @@ def faithful_model(
         prepared = cast(chosen(dict(inputs)), ready.dtype)
         return scores_of(task, model, weights, prepared, inputs)
 
-    ready = PerSample(model, space, forward, task.loss, task.correct, built.rows)
+    ready = PerSample(model, space, forward, task, built.rows)
     chosen = faithful_form(ready, plain, forms)
     return ready, chosen
 

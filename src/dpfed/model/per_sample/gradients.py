@@ -18,9 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpfed.errors import DpfedError
 from dpfed.model.fast_paths.bert import fuse_bert
+from dpfed.model.fast_paths.checkpointing import checkpoint_layers
 from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
+from dpfed.model.frozen.quantised import set_dtype
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
     BATCHED_LAYERS,
@@ -32,13 +34,11 @@ from dpfed.model.per_sample.compiled import Compiled
 from dpfed.model.per_sample.keyed_dropout import install_keyed_dropout
 from dpfed.model.per_sample.row_layout import Layout
 from dpfed.model.per_sample.whole_modules import map_whole_modules
-from dpfed.model.task import right_class
+from dpfed.model.task import Task
 
 Batch = Mapping[str, Tensor]
 # A function (model, weights by name, inputs) -> scores, which calls the model.
 Forward = Callable[[nn.Module, dict[str, Tensor], Batch], Tensor]
-# A function (scores, labels) -> one loss per record; it never averages over records.
-Loss = Callable[[Tensor, Tensor], Tensor]
 CONTAINERS = nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList
 
 
@@ -48,12 +48,11 @@ class PerSample:
     model    the plain model; the classes of its layers are replaced
     space    the layout of its trainable tensors in the flat vector
     forward  calls the model and returns scores, one row per record
-    loss     (scores, labels) -> one loss per record
-    correct  (scores, labels) -> share of correct answers per record
+    task     turns scores and labels into one loss per record, and into predictions
     rows     number of records in one pass of `scores` on a CPU
 
-    `shares_passes` is False for a mixture of experts. With exact isolation, a pass of such a model
-    has one record.
+    `shares_passes` is False for a mixture of experts, and for a model whose records change the
+    rounding of each other. With exact isolation, a pass of such a model has one record.
     """
 
     def __init__(
@@ -61,8 +60,7 @@ class PerSample:
         model: nn.Module,
         space: Space,
         forward: Forward,
-        loss: Loss,
-        correct: Loss = right_class,
+        task: Task,
         rows: int = 1024,
     ) -> None:
         refuse_batch_norm(model)
@@ -75,14 +73,14 @@ class PerSample:
         self.model = model.eval().requires_grad_(False)
         self.space = space
         self.forward = forward
-        self.loss = loss
-        self.correct = correct
+        self.task = task
         self.rows = rows
         self.shares_passes = not has_experts(model)
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
         self.dtype = torch.float32
+        self._checkpoints = False
         self._transposed = _transposed(model, space)
         # Each tensor's copy starts at a multiple of 64 numbers, as matrix units of GPUs require.
         self._copy_layout = Layout(space, self._transposed, step=64)
@@ -90,13 +88,21 @@ class PerSample:
         self._losses: Callable[..., Tensor] = self._sum_of_losses
 
     def to(self, dtype: torch.dtype) -> None:
-        """Set the dtype of frozen weights, activations and per-sample gradients."""
+        """Set the dtype of activations, per-sample gradients and frozen weights.
+
+        Quantised weights stay as they are.
+        """
         self.dtype = dtype
-        self.model.to(dtype)
+        set_dtype(self.model, dtype)
+
+    def checkpoint(self) -> None:
+        """Store only the inputs of repeated layers for the backward pass, to save memory."""
+        checkpoint_layers(self.model)
+        self._checkpoints = True
 
     def compile(self, **options: Any) -> None:
         """Compile the forward and backward passes that compute gradients."""
-        self._losses = Compiled(self._sum_of_losses, self.model, **options)
+        self._losses = Compiled(self._sum_of_losses, self.model, self._checkpoints, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
         """Return a PerSample of the same modules with the forward pass `forward`.
@@ -115,18 +121,13 @@ class PerSample:
         weights = dict(zip(self.space.names, copies, strict=True))
         if keys is not None:
             weights.update(dict.fromkeys(self._keys, keys))
-        losses = self.loss(self.forward(self.model, weights, inputs), labels)
+        losses = self.task.loss(self.forward(self.model, weights, inputs), labels)
         if losses.shape != labels.shape[:1]:
             raise ValueError(
                 f"the loss has shape {tuple(losses.shape)} for {len(labels)} records: "
                 "one each is needed"
             )
         return losses.sum()
-
-    @property
-    def classifies(self) -> bool:
-        """True for a classifier; False for a language model, whose scores are loss and accuracy."""
-        return self.correct is right_class
 
     @property
     def has_dropout(self) -> bool:

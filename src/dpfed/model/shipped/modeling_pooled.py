@@ -65,12 +65,15 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Return the logits of each record, and their mean loss where labels are given."""
+        """Return the logits of each record, and their mean loss where labels are given.
+
+        `config.problem_type` chooses the loss, as in transformers.
+        """
         kwargs["return_dict"] = True
         tokens = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         pooled = self.pool(tokens.last_hidden_state, attention_mask)
         logits = self.classifier(pooled)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def pool(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:

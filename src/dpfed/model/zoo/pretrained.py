@@ -9,13 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from dpfed.config import ModelSection
 from dpfed.errors import DpfedError, reason
+from dpfed.model.frozen.quantised import Quantize, compute_with_numbers, quantisation
 from dpfed.model.zoo.built import zero_head
 from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 
@@ -24,11 +25,18 @@ HEADS = ("classifier", "score", "head", "cls_classifier")
 # Besides the head, weights may lack at most this many modules, such as a pooler, which then start
 # untrained. If more modules are missing, the weights belong to another model.
 MAX_FRESH_MODULES = 4
+# Weights are quantised on the CPU, so that a run on a GPU has the same ones.
+_ON_CPU = {"device_map": {"": "cpu"}}
 
 
 @dataclass(frozen=True)
 class PretrainedSection(ModelSection):
     """A `[model]` section whose key `weights` the user must set."""
+
+    quantize: Annotated[
+        Quantize,
+        "frozen linear layers in 8 or 4 bits (pip install 'dpfed[quant]'); none: as in the weights",
+    ] = "none"
 
     def chosen(self) -> str | None:
         """Return the folder or hub name of the weights, or None for random weights."""
@@ -126,7 +134,12 @@ def shape_suffices(weights: str | None) -> bool:
 
 
 def model_of(
-    auto: Any, config: Any, weights: str | None, classes: int | None, keep_head: bool = False
+    auto: Any,
+    config: Any,
+    weights: str | None,
+    classes: int | None,
+    keep_head: bool = False,
+    quantize: Quantize = "none",
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
     """Return a model in float32, the names of its heads, and notes for the user.
 
@@ -135,11 +148,9 @@ def model_of(
     weights    folder or hub name; None for random weights
     classes    number of classes; None for a language model without a classifier
     keep_head  True uses the head in the weights; False makes a new head that starts at zero
+    quantize   how frozen linear layers are stored
     """
-    if keep_head and (weights is None or classes is None):
-        raise DpfedError(
-            'model.head = "kept" needs model.weights with a classifier in them: leave it out'
-        )
+    _refuse_random(weights, classes, keep_head, quantize)
     if classes is not None:
         config.num_labels = classes
     lacking: set[str] = set()
@@ -147,7 +158,10 @@ def model_of(
     if weights is None or on_meta():
         model = _shaped(auto, config, weights)
     else:
-        model, lacking, misfit = _load(auto, config, weights)
+        skip = () if quantize == "none" else _never_quantised(auto, config, weights, classes)
+        stored = quantisation(quantize, config, skip)
+        model, lacking, misfit = _load(auto, config, weights, stored)
+        compute_with_numbers(model)
     heads = () if classes is None else heads_of(model)
     unsuited = [name for name in lacking | misfit if _inside(name, heads)]
     if keep_head and unsuited:
@@ -170,6 +184,21 @@ def model_of(
     return model.eval(), (*heads, *fresh), notes
 
 
+def _refuse_random(
+    weights: str | None, classes: int | None, keep_head: bool, quantize: Quantize
+) -> None:
+    """Raise DpfedError for options that need weights, if there are none."""
+    if keep_head and (weights is None or classes is None):
+        raise DpfedError(
+            'model.head = "kept" needs model.weights with a classifier in them: leave it out'
+        )
+    if weights is None and quantize != "none":
+        raise DpfedError(
+            f"model.quantize = {quantize!r} needs model.weights with weights to quantise: leave it "
+            "out for random ones"
+        )
+
+
 def _inside(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == m or name.startswith(f"{m}.") for m in modules)
 
@@ -184,11 +213,24 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
     return model
 
 
-def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], set[str]]:
+def _never_quantised(auto: Any, config: Any, weights: str, classes: int | None) -> tuple[str, ...]:
+    """Return the names of the heads and of the output layer, which keep their numbers."""
+    with torch.device("meta"):
+        model: Any = _shaped(auto, config, weights)
+    output = model.get_output_embeddings() if classes is None else None
+    outputs = [name for name, module in model.named_modules() if module is output]
+    return (*outputs, *(() if classes is None else heads_of(model)))
+
+
+def _load(
+    auto: Any, config: Any, weights: str, quantised: Any
+) -> tuple[nn.Module, set[str], set[str]]:
     """Return the loaded model and two sets of tensor names.
 
     The first set names tensors that the weights lack. The second set names tensors that have
     another shape in the weights.
+
+    quantised  transformers' description of the quantisation; None for weights as they are
     """
     from transformers.utils import logging
 
@@ -206,6 +248,7 @@ def _load(auto: Any, config: Any, weights: str) -> tuple[nn.Module, set[str], se
             dtype="float32",
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **({} if quantised is None else _ON_CPU | {"quantization_config": quantised}),
         )
     except Exception as error:
         # Damaged files raise errors of many classes, so catch all of them.

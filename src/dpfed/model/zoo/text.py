@@ -223,6 +223,7 @@ class TextSection(PretrainedSection):
             self.chosen(),
             None if causal else spec.classes,
             self.head == "kept",
+            self.quantize,
         )
         if self.dropout is not None:
             refuse_other_dropout(model, self.dropout)
@@ -364,12 +365,13 @@ class AutoText(TextSection):
 
     name: str = "auto-text"
     task: Annotated[
-        Literal["classification", "causal"] | None,
-        "learn labels, or the next token of texts; default: as the weights and the data say",
-    ] = None
+        Literal["auto", "classify", "causal", "regress", "multilabel"],
+        "learn classes, the next token, numbers, or several classes of a text; "
+        "auto: classes or the next token, as the weights and the data say",
+    ] = "auto"
 
     def is_causal(self, classes: int) -> bool:
-        if self.task is not None:
+        if self.task != "auto":
             return self.task == "causal"
         return not classes and generates(self.chosen())
 
@@ -390,9 +392,9 @@ class AutoCausal(AutoText):
     name: str = "auto-causal"
 
     def is_causal(self, classes: int) -> bool:
-        if self.task == "classification":
+        if self.task not in ("auto", "causal"):
             raise DpfedError(
                 'model.name = "auto-causal" is a language model: set model.name = "auto-text" for '
-                'model.task = "classification"'
+                f'model.task = "{self.task}"'
             )
         return True

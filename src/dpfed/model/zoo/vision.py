@@ -99,7 +99,12 @@ class VisionSection(PretrainedSection):
         expect_images(self.name, spec, channels)
         weights = self.chosen()
         model, heads, notes = model_of(
-            AutoModelForImageClassification, config, weights, spec.classes, self.head == "kept"
+            AutoModelForImageClassification,
+            config,
+            weights,
+            spec.classes,
+            self.head == "kept",
+            self.quantize,
         )
         mean, std = public_constants(weights) or IMAGENET
         if len(mean) != channels:

@@ -19,6 +19,7 @@ from dpfed.privacy.accounting.observers import Rounds
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.plan import Schedule
 from dpfed.privacy.planning.batch import automatic_batch, powers_of_two
+from dpfed.privacy.planning.recipe import METHOD, recipe
 from dpfed.privacy.published import (
     show_delta,
     show_percent,
@@ -54,6 +55,7 @@ class Federation:
     max_records  most records of a cohort in a local step
     batches      new batches in each local step of the algorithm
     releases     releases of each batch
+    algorithm    name of the algorithm
     """
 
     records: tuple[int, ...]
@@ -65,6 +67,7 @@ class Federation:
     max_records: int = MAX_RECORDS
     batches: int = 1
     releases: int = 1
+    algorithm: str = METHOD
 
     def __post_init__(self) -> None:
         check_delta(self.delta)
@@ -183,7 +186,7 @@ class FederationPlan:
     def as_json(self) -> dict[str, Any]:
         return {
             "recommended": asdict(self.recommended),
-            "settings": self.settings,
+            "settings": self.configuration,
             "choices": [asdict(choice) for choice in self.choices],
             "alternatives": [asdict(choice) for choice in self.alternatives],
             "limits": list(self.limits),
@@ -191,7 +194,7 @@ class FederationPlan:
 
     @property
     def settings(self) -> dict[str, dict[str, float | int | str]]:
-        """The recommended plan as tables of a configuration."""
+        """The recommended numbers as tables of a configuration."""
         federation = self.federation
         return {
             "privacy": {
@@ -206,6 +209,16 @@ class FederationPlan:
                 "cohort_choice": self.recommended.cohorts,
             },
         }
+
+    @property
+    def configuration(self) -> dict[str, dict[str, Any]]:
+        """The recommended configuration: `settings`, and the recipe of DP-FedAdamW."""
+        tables: dict[str, dict[str, Any]] = {"algorithm": {"name": self.federation.algorithm}}
+        if self.federation.algorithm == METHOD:
+            tables = recipe()
+        for section, keys in self.settings.items():
+            tables[section] = {**tables.get(section, {}), **keys}
+        return tables
 
 
 def federation_of(
@@ -332,7 +345,7 @@ def lines_of(plan: FederationPlan) -> list[str]:
     if plan.alternatives:
         lines += ["", f"{'rounds':>8}{'steps':>8}  {HEAD}"]
         lines += [f"{c.rounds:8}{c.local_steps:8}  {_row(c)}" for c in plan.alternatives]
-    text = tomli_w.dumps(plan.settings).rstrip()
+    text = tomli_w.dumps(plan.configuration).rstrip()
     return [*lines, "", *plan.limits, "", "Recommended; paste this into your file:", "", text]
 
 

@@ -65,6 +65,7 @@ TRAINING = (
     Measured(
         "accuracy", "accuracy", "training", "Accuracy over rounds", "accuracy, %", TEST_SET, 100
     ),
+    Measured("r2", "r2", "training", "R2 over rounds", "R2", TEST_SET),
     Measured("loss", "loss", "training", "Loss over rounds", "loss, nats", TEST_SET),
 )
 DIAGNOSTICS = (

@@ -1,4 +1,4 @@
-"""A plot of one run for a notebook: accuracy or perplexity, and epsilon, over the rounds."""
+"""A plot of one run for a notebook: its main score, and epsilon, over the rounds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def run_plot(history: pandas.DataFrame, delta: float | None) -> Any:
 
     _, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     name, scale, unit = "accuracy", 100, ", %"
-    if "perplexity" in history:
-        name, scale, unit = "perplexity", 1, ""
+    other = next((column for column in ("perplexity", "r2") if column in history), None)
+    if other is not None:
+        name, scale, unit = other, 1, ""
     scored = history[name].dropna()
     if len(scored):
         left.plot(scored.index, scale * scored, "-o", color=COLOURS[0], markersize=3)

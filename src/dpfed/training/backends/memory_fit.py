@@ -88,7 +88,7 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
             name: torch.zeros_like(x[:1]).expand(slots, *x.shape[1:])
             for name, x in records.inputs.items()
         },
-        torch.zeros(slots, dtype=records.labels.dtype, device=device),
+        torch.zeros(slots, *records.labels.shape[1:], dtype=records.labels.dtype, device=device),
     )
     rule = job.plan.clipping
     shape = PassShape(clients, slots, job.space.size)

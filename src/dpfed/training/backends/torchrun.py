@@ -39,7 +39,7 @@ from torch import Tensor
 from dpfed.algorithms.base import Message
 from dpfed.config import Config
 from dpfed.errors import DpfedError, StoppedError
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import WaitForCharge, no_charge
 from dpfed.training.backends.client_state import ClientStates
 from dpfed.training.backends.fleet import Fleet

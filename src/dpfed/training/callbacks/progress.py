@@ -92,7 +92,7 @@ class ProgressDisplay(Display, Callback):
             TextColumn("[dim]{task.fields[activity]}"),
         ]
         super().__init__(columns, rounds, score="", epsilon="", activity="")
-        self._causal = False
+        self._task = "classify"
         self._show_warnings = show_warnings
         self._rounds = rounds
         self._clock = clock
@@ -108,7 +108,7 @@ class ProgressDisplay(Display, Callback):
         super().say(*lines)
 
     def on_start(self, job: Job) -> None:
-        self._causal = not job.model.classifies
+        self._task = job.model.task.name
         self.say(*summary(job), *(f"note: {note}" for note in job.notes))
         if self._show_warnings:
             self.say(*warning_lines(job.warnings))
@@ -124,24 +124,23 @@ class ProgressDisplay(Display, Callback):
     def on_round(self, round: Round) -> None:
         """Show a completed round; a plain log prints only about ROUND_LINES rounds of a run."""
         shown = {}
-        if round.accuracy is not None:
-            shown["score"] = round_score(round, self._causal)
+        if round.loss is not None:
+            shown["score"] = round_score(round, self._task)
         if round.epsilon is not None:
             shown["epsilon"] = show_loss(round.epsilon, 2)
         if self._update(completed=round.t, **shown):
             return
         if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
-            score = round_score(round, self._causal)
+            score = round_score(round, self._task)
             scores = f"{score}  epsilon {shown.get('epsilon', '-')}"
             self.say(f"round {round.t}/{self._rounds}  {scores}  {round.seconds:.1f} s")
 
 
-def round_score(round: Round, causal: bool) -> str:
-    """Return the name and the value of a round's main score, such as "accuracy 0.912".
-
-    causal  True for a language model, whose main score is the perplexity
-    """
-    if causal:
+def round_score(round: Round, task: str) -> str:
+    """Return the name and the value of the main score of a task, such as "accuracy 0.912"."""
+    if task == "regress":
+        return f"R2 {'-' if round.r2 is None else show_score(round.r2)}"
+    if task == "causal":
         value = perplexity(round.loss)
         return f"perplexity {'-' if value is None else show_perplexity(value)}"
     return f"accuracy {'-' if round.accuracy is None else show_score(round.accuracy)}"

@@ -15,7 +15,7 @@ from typing import Any
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.training.rounds import Round
 
-ROW = ("round", "accuracy", "loss", "score", "clip")
+ROW = ("round", "accuracy", "loss", "r2", "score", "clip")
 RESULT = (
     "state",
     "diverged",
@@ -25,6 +25,8 @@ RESULT = (
     "start_accuracy",
     "test_perplexity",
     "start_perplexity",
+    "test_r2",
+    "start_r2",
     "delta",
     "sigma",
     "guarantee",
@@ -125,9 +127,10 @@ def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,
         "loss": round.loss,
+        "r2": round.r2,
         "clip": round.clip,
     }
-    if planned is not None and round.accuracy is not None and 0 < round.t <= planned.rounds:
+    if planned is not None and round.loss is not None and 0 < round.t <= planned.rounds:
         found["epsilon_planned"] = planned.server_after(round.t)
     return {
         key: float(value)

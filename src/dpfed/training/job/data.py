@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpfed.config import Config, ModelSection, refuse_idle_augmentations
+from dpfed.config import (
+    Config,
+    DataSection,
+    LabelTask,
+    ModelSection,
+    refuse_idle_augmentations,
+)
 from dpfed.data.cache import cached, key_of
 from dpfed.data.language import LANGUAGE_INPUTS
 from dpfed.data.partition import Shards, partition
@@ -49,11 +55,37 @@ def load_source(config: Config, source: Source | None, cache: JobCache) -> Sourc
 
     The source is `source` if given, else the source that `config.data` names.
     """
-    loader: Any = config.data
-    raw = source or cache.get("raw", config.data, loader.load)
+    task = label_task(config.model)
+    if source is not None and source.task != task:
+        raise DpfedError(
+            f'the labels were read for model.task = "{source.task}", not "{task}": give task = '
+            f'"{task}" to the call that passes the data'
+        )
+    raw = source or cache.get(
+        "raw", (config.data, task), lambda: configured_source(config.data, config.model)
+    )
     refuse_unreleasable(config, raw)
     key = (Identity(raw), config.model)
     return cache.get("source", key, lambda: tokenised(config.model, raw))
+
+
+def label_task(model: ModelSection) -> LabelTask:
+    """Return what a label is for a model of this section."""
+    return model.task if model.task in ("regress", "multilabel") else "classify"
+
+
+def configured_source(data: DataSection, model: ModelSection) -> Source:
+    """Load the data source of a section, with the labels that the model learns."""
+    loader: Any = data
+    task = label_task(model)
+    if task not in data.tasks:
+        raise DpfedError(
+            f'data.name = "{data.name}" has classes: leave out model.task = "{task}", which needs '
+            "other labels"
+        )
+    # Most sources know classes only, so their `load` has no argument.
+    source: Source = loader.load() if task == "classify" else loader.load(task)
+    return source
 
 
 def refuse_unreleasable(config: Config, source: Source) -> None:
@@ -126,10 +158,10 @@ def refuse_unclear_task(section: ModelSection, source: Source) -> None:
     classes = len(source.classes)
     if model.is_causal(classes):
         return
-    if classes and model.causal and model.task is None:
+    if classes and model.causal and model.task == "auto":
         raise DpfedError(
             f"model.weights = {model.weights!r} is a language model and the data have labels: set "
-            'model.task to "causal" to learn the texts, or to "classification" to learn the labels'
+            f'{phrase("task")} to "causal" to learn the texts, or to "classify" to learn the labels'
         )
     if not classes:
         raise DpfedError(
@@ -159,8 +191,9 @@ def scored_half(table: Table, which: str) -> Table:
     if which == "all":
         return table
     first = np.zeros(len(table), dtype=bool)
-    for label in np.unique(table.labels):
-        first[np.flatnonzero(table.labels == label)[::2]] = True
+    classes = table.class_numbers
+    for label in np.unique(classes):
+        first[np.flatnonzero(classes == label)[::2]] = True
     rows = first if which == "validation" else ~first
     if not rows.any():
         raise DpfedError(
@@ -194,16 +227,56 @@ def augmentations_for(config: Config, source: Source) -> Augmentations | None:
     )
 
 
-def spec_of(source: Source, section: ModelSection | None = None) -> InputSpec:
+def spec_of(source: Source, section: ModelSection) -> InputSpec:
     """Return the public facts about a source's inputs, such as their kind and shape.
 
-    For texts that are not yet tokens, `section` states the length in tokens.
+    section  states the length in tokens of texts that are not yet tokens, and the constants by
+             which numbers are standardised
     """
     name, x = next(iter(source.train.inputs.items()))
     if name in LANGUAGE_INPUTS:
-        return _text_spec(section, len(source.classes))
-    kind: Any = "text" if name == "input_ids" else source.kind
-    return InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+        spec = _text_spec(section, len(source.classes))
+    else:
+        kind: Any = "text" if name == "input_ids" else source.kind
+        spec = InputSpec(kind, name, tuple(x.shape[1:]), len(source.classes), source.white)
+    spec = replace(spec, task=source.task)
+    if source.task != "regress":
+        return spec
+    return replace(spec, **_standard(section, source.test.labels))
+
+
+def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
+    """Return the constants of standardised numbers: those stated, else of the public test set."""
+    center = section.target_mean
+    scale = section.target_scale
+    if center is None:
+        center = float(numbers.mean())
+    if scale is None:
+        scale = float(numbers.std())
+        if scale == 0:
+            raise DpfedError(
+                f"all numbers of the test set are {numbers[0]}: set model.target_scale to the "
+                "spread of the numbers"
+            )
+    return {"center": center, "scale": scale}
+
+
+def refuse_unstated(model: ModelSection) -> None:
+    """Raise DpfedError if a server and its clients would standardise numbers differently."""
+    if model.task == "regress" and (model.target_mean is None or model.target_scale is None):
+        raise DpfedError(
+            'model.task = "regress" on a network needs model.target_mean and model.target_scale, '
+            "the same at the server and at every client"
+        )
+
+
+def refuse_scoring(model: ModelSection, scored: bool) -> None:
+    """Raise DpfedError if clients are to count right answers of a task that has none."""
+    if scored and model.task == "regress":
+        raise DpfedError(
+            "noised counts on held-out records are of right answers, and numbers have none: "
+            "leave out federation.evaluate_every and policy.evaluate"
+        )
 
 
 def published_spec(published: Published, section: ModelSection) -> InputSpec:
@@ -224,18 +297,24 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     """
     section = config.federation
     loader: Any = config.data
+    refuse_unstated(config.model)
+    refuse_scoring(config.model, section is not None and section.evaluate_every > 0)
     if section is None or section.test_set:
-        source: Source = loader.load()
+        source = configured_source(config.data, config.model)
         # The server uses no training records, so test records replace them. The empty fingerprint
         # turns off the token cache, whose entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
         test = records_of(scored_half(source.test, config.run.eval_on), device)
-        return spec_of(source), source.classes, test
+        return spec_of(source, config.model), source.classes, test
     published: Published | None = getattr(loader, "published", None)
-    if section.classes is not None and section.shape:
+    task = label_task(config.model)
+    outputs = 1 if task == "regress" else section.classes
+    if outputs is not None and section.shape:
         name = "pixel_values" if section.kind == "image" else "features"
-        spec = InputSpec(section.kind, name, section.shape, section.classes, section.white)
-    elif published is not None:
+        spec = InputSpec(section.kind, name, section.shape, outputs, section.white, task=task)
+        if task == "regress":
+            spec = replace(spec, **_standard(config.model, np.zeros(0)))
+    elif published is not None and task == "classify":
         spec = published_spec(published, config.model)
     else:
         raise DpfedError(

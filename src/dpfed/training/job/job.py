@@ -36,6 +36,7 @@ from dpfed.training.job.data import (
 from dpfed.training.job.device import device_of, set_threads
 from dpfed.training.job.frozen_features import basis_of
 from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.learning_rate import with_number
 from dpfed.training.job.model import build_model
 from dpfed.training.job.notes import data_notes, data_warnings, federation_note, plan_warnings
 from dpfed.training.job.plan import check_algorithm, declared_sizes, plan_for
@@ -122,8 +123,9 @@ def _prepare(
     shards = shards_for(config, source, streams)
     plan, schedule = plan_for(config, shards.sizes)
     notes = check_algorithm(config, plan)
-    spec = spec_of(source)
+    spec = spec_of(source, config.model)
     ready = build_model(config, spec, streams, device, shared)
+    config = with_number(config, plan, schedule, ready.model.space)
     steps = config.run.rounds * config.run.local_steps
     draws = steps * schedule.cohort * float(plan.expected.mean())
     tables = tables_of(config, source, device)
@@ -164,6 +166,7 @@ def prepare_server(config: Config) -> Job:
     notes = check_algorithm(config, plan)
     spec, classes, test = server_data(config, device)
     ready = build_model(config, spec, streams, device)
+    config = with_number(config, plan, schedule, ready.model.space)
     none = np.zeros(0, dtype=np.int64)
     return Job(
         config=config,

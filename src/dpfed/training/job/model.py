@@ -10,11 +10,16 @@ from torch import Tensor
 from dpfed.config import Config
 from dpfed.errors import DpfedError
 from dpfed.model.build import AssembledModel, assemble
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.model.lora import Adapted
-from dpfed.model.model_hash import model_hash
 from dpfed.model.per_sample.forward_check import faithful_form, faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import PerSample, trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
+from dpfed.model.per_sample.isolation_check import (
+    RECORDS,
+    check_gradients,
+    check_isolation,
+    records_mix,
+)
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.device import set_threads
@@ -85,12 +90,16 @@ def _checked_model(
     synthetic = {name: x.to(device) for name, x in synthetic.items()}
     plain = plain_outputs(model, space, theta, synthetic, built.prepare)
     ready, form = faithful_model(built, model, space, plain)
+    if config.model.gradient_checkpointing:
+        ready.checkpoint()
     if config.model.liveness:
         check_gradients(ready, theta, synthetic, spec.classes, generator)
     ready.to(PRECISION[config.run.precision])
     if config.model.liveness:
         faithful_form(ready, plain, (form,))
         check_isolation(ready, theta, synthetic, spec.classes, generator)
+        mix = records_mix(ready, theta, synthetic, spec.classes, generator)
+        ready.shares_passes = ready.shares_passes and not mix
     asked = config.run.compile
     if asked is True and config.privacy.isolation == "exact":
         raise DpfedError(

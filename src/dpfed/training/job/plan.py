@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from dpfed.data.tables import Published
 from dpfed.errors import DpfedError
 from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan, Schedule, make_plan
-from dpfed.training.job.data import shards_for
+from dpfed.training.job.data import configured_source, shards_for
 
 
 def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
@@ -44,8 +43,8 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
     """
     sizes = published_sizes(config)
     if sizes is None:
-        loader: Any = config.data
-        sizes = shards_for(config, loader.load(), Streams(config.run.seed)).sizes
+        source = configured_source(config.data, config.model)
+        sizes = shards_for(config, source, Streams(config.run.seed)).sizes
     return plan_for(config, sizes)
 
 

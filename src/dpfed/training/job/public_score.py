@@ -17,12 +17,33 @@ import torch
 from torch import Tensor
 
 from dpfed.errors import DpfedError, reason
-from dpfed.training.evaluation import class_scores, confusion, evaluate, scored_batches
+from dpfed.training.evaluation import (
+    class_scores,
+    confusion,
+    evaluate,
+    label_scores,
+    perplexity,
+    r_squared,
+    scored_batches,
+)
 from dpfed.training.job.job import Job
 from dpfed.training.rounds import Round
 
 Metric = Callable[[np.ndarray, np.ndarray], float]
-"""Takes labels `[records]` and probabilities `[records, classes]`; a larger value is better."""
+"""Takes labels and predictions of the test set; a larger value is better.
+
+Predictions are probabilities `[records, classes]`. For regression they are numbers `[records]`.
+"""
+# The values of run.metric that each task can have. `evaluate` computes those in EVALUATED.
+METRICS = {
+    "classify": ("accuracy", "loss", "macro_f1", "auroc", "given"),
+    "multilabel": ("accuracy", "loss", "macro_f1", "auroc", "given"),
+    "regress": ("r2", "mae", "loss", "given"),
+    "causal": ("accuracy", "loss", "perplexity"),
+}
+EVALUATED = ("accuracy", "loss", "perplexity", "r2")
+# Metrics of which a smaller value is better.
+ERRORS = ("loss", "perplexity", "mae")
 _given: ContextVar[Metric | None] = ContextVar("metric", default=None)
 
 
@@ -45,71 +66,107 @@ def refuse_metric(job: Job) -> None:
             "run.keep and run.early_stopping choose by a score on the server's test set, "
             "and there is none"
         )
-    if run.metric in ("accuracy", "loss") or len(job.test.labels) == 0:
-        return
-    if not job.model.classifies:
+    metric, task = metric_of(job), job.model.task.name
+    if metric not in METRICS[task]:
         raise DpfedError(
-            f"run.metric = {run.metric!r} is for classes: give accuracy or loss for this model"
+            f"run.metric = {metric!r} does not fit this task: give {', '.join(METRICS[task][:-1])} "
+            f"or {METRICS[task][-1]}"
         )
-    if run.metric == "given" and _given.get() is None:
+    if metric in EVALUATED or len(job.test.labels) == 0:
+        return
+    if metric == "given" and _given.get() is None:
         raise DpfedError(
             "this run's metric was handed over by a program: call dpfed.fine_tune there"
         )
-    absent = set(range(len(job.classes))) - set(job.test.labels.tolist())
-    if run.metric == "auroc" and absent:
-        names = ", ".join(repr(job.classes[i]) for i in sorted(absent)[:3])
+    if metric == "auroc":
+        _refuse_absent(job)
+
+
+def _refuse_absent(job: Job) -> None:
+    """Raise DpfedError if no test record has, or all test records have, one of the classes."""
+    members = _members(job.test.labels.cpu().numpy(), len(job.classes)).mean(0)
+    absent = np.flatnonzero((members == 0) | (members == 1))
+    if len(absent):
+        names = ", ".join(repr(job.classes[i]) for i in absent[:3])
         raise DpfedError(
-            f'run.metric = "auroc" needs test records of every class, and {names} has none'
+            f'run.metric = "auroc" needs test records with and without each class; see {names}'
         )
 
 
-def own_score(job: Job, theta: Tensor) -> float | None:
-    """Return the value of `run.metric`; None if `evaluate` computes it, or without a test set."""
+def metric_of(job: Job) -> str:
+    """Return the metric of a run; "auto" is R2 for regression, else accuracy."""
     metric = job.config.run.metric
-    if metric in ("accuracy", "loss") or len(job.test.labels) == 0:
+    if metric != "auto":
+        return metric
+    return "r2" if job.model.task.name == "regress" else "accuracy"
+
+
+def own_score(job: Job, theta: Tensor) -> float | None:
+    """Return the value of the metric; None if `evaluate` computes it, or without a test set."""
+    metric = metric_of(job)
+    if metric in EVALUATED or len(job.test.labels) == 0:
         return None
     if metric == "macro_f1":
-        scores = class_scores(confusion(job, theta))
+        several = job.model.task.name == "multilabel"
+        scores = label_scores(job, theta) if several else class_scores(confusion(job, theta))
         return sum(s.f1 for s in scores) / len(scores)
-    labels, probabilities = predictions(job, theta)
-    if not np.isfinite(probabilities).all():
+    labels, found = predictions(job, theta)
+    if not np.isfinite(found).all():
         return None
-    function = _given.get() if metric == "given" else auroc
+    function = {"given": _given.get(), "auroc": auroc, "mae": mean_error}[metric]
     assert function is not None
     try:
-        return float(function(labels, probabilities))
+        return float(function(labels, found))
     except Exception as error:
         # The function of another program can raise errors of any class.
         raise DpfedError(f"metric failed on the test set: {reason(error)}") from error
 
 
 def predictions(job: Job, theta: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels `[records]` and probabilities `[records, classes]` of the test set."""
-    found = [
-        (labels.cpu(), scores.double().softmax(1).cpu())
-        for scores, labels in scored_batches(job, theta)
-    ]
-    labels, probabilities = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-    return labels, probabilities
+    """Return labels and predictions of the test set, as a `Metric` takes them."""
+    predict = job.model.task.predict
+    found = [(y.cpu(), predict(scores).cpu()) for scores, y in scored_batches(job, theta)]
+    labels, predicted = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+    return labels, predicted
+
+
+def mean_error(numbers: np.ndarray, predicted: np.ndarray) -> float:
+    """Return the mean absolute error."""
+    return float(np.abs(numbers - predicted).mean())
 
 
 def auroc(labels: np.ndarray, probabilities: np.ndarray) -> float:
-    """Return the area under the ROC curve: of class 1 of two, else the mean of one against rest."""
+    """Return the area under the ROC curve: the mean over classes of one class against the rest.
+
+    labels  class numbers `[records]`, or 0 and 1 for each class `[records, classes]`
+    """
     from sklearn.metrics import roc_auc_score
 
     classes = probabilities.shape[1]
-    if classes == 2:
-        return float(roc_auc_score(labels, probabilities[:, 1]))
-    areas = [roc_auc_score(labels == c, probabilities[:, c]) for c in range(classes)]
-    return float(np.mean(areas))
+    members = _members(labels, classes)
+    return float(
+        np.mean([roc_auc_score(members[:, c], probabilities[:, c]) for c in range(classes)])
+    )
+
+
+def _members(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Return 0 or 1 for each record and class, `[records, classes]`."""
+    members: np.ndarray = labels if labels.ndim == 2 else np.eye(classes, dtype=np.uint8)[labels]
+    return members
 
 
 def chosen_score(job: Job, round: Round) -> float | None:
     """Return the score of a round by which rounds are compared; larger is better."""
-    metric = job.config.run.metric
-    if metric == "loss":
-        return None if round.loss is None else -round.loss
-    return round.accuracy if metric == "accuracy" else round.score
+    metric = metric_of(job)
+    value = _value(metric, round)
+    return -value if value is not None and metric in ERRORS else value
+
+
+def _value(metric: str, round: Round) -> float | None:
+    """Return the value of the metric in a round; perplexity grows with the loss, which it names."""
+    if metric in ("loss", "perplexity"):
+        return round.loss if metric == "loss" else perplexity(round.loss)
+    return {"accuracy": round.accuracy, "r2": round.r2}.get(metric, round.score)
 
 
 def kept_round(job: Job, last: Round) -> Round:
@@ -118,15 +175,16 @@ def kept_round(job: Job, last: Round) -> Round:
         return last
     theta = last.best.theta
     accuracy, loss = evaluate(job, theta)
-    return replace(last, theta=theta, accuracy=accuracy, loss=loss, score=own_score(job, theta))
+    scores = {"accuracy": accuracy, "loss": loss, "r2": r_squared(job, loss)}
+    return replace(last, theta=theta, **scores, score=own_score(job, theta))
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:
     """Return the entries of a result that name the metric and the kept round, where it matters."""
     found: dict[str, Any] = {}
-    if job.config.run.metric != "accuracy":
-        value = kept.loss if job.config.run.metric == "loss" else kept.score
-        found["metric"] = {"name": job.config.run.metric, "value": value}
+    metric = metric_of(job)
+    if metric != "accuracy":
+        found["metric"] = {"name": metric, "value": _value(metric, kept)}
     if kept.best is not None and job.config.run.keep == "best":
         found["kept_round"] = int(kept.best.round)
     return found
@@ -154,5 +212,5 @@ def choice_notes(job: Job, kept: Round) -> list[str]:
 
 
 def _name(job: Job) -> str:
-    metric = job.config.run.metric
+    metric = metric_of(job)
     return "metric" if metric == "given" else metric.replace("_", " ")

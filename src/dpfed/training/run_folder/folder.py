@@ -102,6 +102,8 @@ class RunFolder:
         }
         if round.last_accuracy is not None:
             row["last_accuracy"] = round.last_accuracy
+        if round.r2 is not None:
+            row["r2"] = round.r2
         if round.score is not None:
             row["score"] = _finite(round.score)
         if round.t == 0:
@@ -241,6 +243,7 @@ def _round(row: Mapping[str, Any], state: State) -> Round:
         theta=state.result,
         last_accuracy=row.get("last_accuracy"),
         score=row.get("score"),
+        r2=row.get("r2"),
         best=state.best,
     )
 

@@ -36,7 +36,8 @@ def write_label_counts(folder: Path, job: Job) -> None:
     Nothing is written with real noise, for a task without classes, or for a very large table.
     """
     cells = len(job.shards) * len(job.classes)
-    if job.config.run.noise == "os" or not job.model.classifies or not 0 < cells <= MAX_CELLS:
+    countable = job.model.task.name == "classify" and 0 < cells <= MAX_CELLS
+    if job.config.run.noise == "os" or not countable:
         return
     table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
     content = json.dumps(table).encode()

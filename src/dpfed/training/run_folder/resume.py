@@ -25,8 +25,6 @@ MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "time
 MAY_CHANGE_ELSEWHERE = {
     # This key has an effect on new runs only.
     "privacy": ("allow_large_delta",),
-    # Run folders of old versions do not state it. Another task gives another trainable vector.
-    "model": ("task",),
     # These keys set how long and how often a server tries to reach its clients.
     "federation": ("timeout", "retries", "patience"),
 }

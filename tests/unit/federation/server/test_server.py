@@ -23,7 +23,7 @@ from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
 from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation, norm_limit
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.job.job import Job
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop

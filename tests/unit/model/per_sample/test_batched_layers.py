@@ -18,7 +18,7 @@ from dpfed.model.fast_paths.layer_norm import FusedLayerNorm
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample import batched_layers
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.task import per_record_loss
+from dpfed.model.task import CLASSIFY
 
 RECORDS = st.sampled_from([0, 1, 2, 5])
 CLIENTS = st.sampled_from([1, 2, 3])
@@ -339,7 +339,7 @@ def test_ordinary_behaviour_is_unchanged(leaf: nn.Module, x: Tensor) -> None:
     seen: list[int] = []
     leaf.register_forward_hook(lambda *_: seen.append(1))
     cls, names, want = type(leaf), list(leaf.state_dict()), leaf(x)
-    PerSample(leaf, space_of(trainable(leaf)), call, per_record_loss)
+    PerSample(leaf, space_of(trainable(leaf)), call, CLASSIFY)
     assert type(leaf) is not cls
     assert isinstance(leaf, cls)
     assert list(leaf.state_dict()) == names
@@ -358,7 +358,7 @@ def test_only_what_trains_is_exchanged(cls: type[nn.Module]) -> None:
         nn.Conv2d: (3, 3, 1),
     }[cls]
     model = nn.Sequential(cls(*args).requires_grad_(False), nn.Linear(3, 3))
-    PerSample(model, space_of(trainable(model)), call, per_record_loss)
+    PerSample(model, space_of(trainable(model)), call, CLASSIFY)
     # A frozen norm may use a kernel.
     assert type(model[0]) is (FusedLayerNorm if cls is nn.LayerNorm else cls)
     assert type(model[1]) is batched_layers.BatchedLinear

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.task import per_record_loss
+from dpfed.model.task import CLASSIFY, Task
 
 # ---- the reference, which uses no batched layers
 
@@ -159,7 +159,7 @@ def test_a_second_preparation_is_the_same() -> None:
     """A model with batched layers can be prepared again, as for a second space."""
     model = adapted(swin(hidden_dropout_prob=0.2), "full")
     first, keys = Case(model), torch.tensor([5, 6])
-    again = PerSample(model, first.space, call, per_record_loss)
+    again = PerSample(model, first.space, call, CLASSIFY)
     args = first.rows(2), torch.tensor([0, 1]), images(16)(2), labels_of(2), keys
     assert again.has_dropout
     for a, b in zip(first.ready.grads(*args), again.grads(*args), strict=True):
@@ -180,7 +180,7 @@ class WithBatchNorm(nn.Module):
 
 
 def ready(model: nn.Module) -> PerSample:
-    return PerSample(model, space_of(trainable(model)), call, per_record_loss)
+    return PerSample(model, space_of(trainable(model)), call, CLASSIFY)
 
 
 def test_batch_norm_is_refused_with_the_fix() -> None:
@@ -230,7 +230,7 @@ def test_a_loss_that_is_averaged_is_refused() -> None:
         model,
         space,
         lambda m, w, x: torch.func.functional_call(m, w, (x["x"],)),
-        nn.CrossEntropyLoss(),
+        Task(nn.CrossEntropyLoss()),
     )
     with pytest.raises(ValueError, match="one each is needed"):
         broken.grads(
@@ -259,4 +259,4 @@ def test_a_model_without_scores_is_refused() -> None:
 def test_an_embedding_that_mixes_records_is_refused(option: dict[str, object]) -> None:
     model = nn.Sequential(nn.Embedding(5, 3, **option), nn.Flatten(), nn.Linear(6, 2))  # type: ignore[arg-type]
     with pytest.raises(DpfedError, match="mix records"):
-        PerSample(model, space_of(trainable(model)), call, per_record_loss)
+        PerSample(model, space_of(trainable(model)), call, CLASSIFY)

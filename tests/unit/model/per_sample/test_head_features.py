@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import PerSample, call, trainable
 from dpfed.model.per_sample.head_features import FEATURES, HeadSplit, heads_of, split
-from dpfed.model.task import per_record_loss
+from dpfed.model.task import CLASSIFY
 
 
 class Net(nn.Module):
@@ -56,7 +56,7 @@ def ready(model: nn.Module, train: str = "head") -> tuple[PerSample, Tensor]:
     tensors = trainable(model)
     space = space_of({name: p.detach() for name, p in tensors.items()})
     theta = space.flatten(tensors)
-    return PerSample(model, space, lambda m, w, i: call(m, w, i), per_record_loss), theta
+    return PerSample(model, space, lambda m, w, i: call(m, w, i), CLASSIFY), theta
 
 
 @pytest.fixture

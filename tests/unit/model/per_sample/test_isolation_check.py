@@ -14,8 +14,13 @@ from dpfed.errors import DpfedError
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.batched_layers import BatchedConv2d
 from dpfed.model.per_sample.gradients import PerSample, trainable
-from dpfed.model.per_sample.isolation_check import RECORDS, check_gradients, check_isolation
-from dpfed.model.task import InputSpec, per_record_loss
+from dpfed.model.per_sample.isolation_check import (
+    RECORDS,
+    check_gradients,
+    check_isolation,
+    records_mix,
+)
+from dpfed.model.task import CLASSIFY, InputSpec
 
 
 def check(case: Case, inputs: dict[str, Tensor]) -> None:
@@ -370,7 +375,7 @@ def test_weights_that_never_reach_the_model_are_named() -> None:
     """A forward pass that does not pass on its weights."""
     model = nn.Linear(4, CLASSES)
     space = space_of(trainable(model))
-    ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), per_record_loss)
+    ready = PerSample(model, space, lambda m, w, x: m(x["x"]).requires_grad_(), CLASSIFY)
     with pytest.raises(DpfedError, match="weight has no gradient"):
         check_gradients(
             ready,
@@ -379,3 +384,45 @@ def test_weights_that_never_reach_the_model_are_named() -> None:
             CLASSES,
             torch.Generator(),
         )
+
+
+# ---- bitwise isolation in passes of one shape
+
+
+def mixes(case: Case, inputs: dict[str, Tensor]) -> bool:
+    return records_mix(case.ready, case.theta, inputs, CLASSES, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("train", TRAIN)
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_models_do_not_mix_records(name: str, train: str) -> None:
+    build, make = MODELS[name]
+    assert not mixes(Case(adapted(build(), train)), make(RECORDS))
+
+
+def stop_at_outliers(y: Tensor) -> Tensor:
+    if y.detach().abs().max() > 0.999:
+        raise ValueError("an outlier")
+    return y
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda y: y + ((y * 1e6 / y.abs().max()).round() * y.abs().max() / 1e6 - y).detach(),
+        lambda y: torch.where(y.detach().abs().amax(0) > 0.9, y * (1 + 1e-6), y),
+        stop_at_outliers,
+    ],
+    ids=["scale-of-the-pass", "outlier-columns", "an-error"],
+)
+def test_quantised_activations_mix_records(mix: Callable[[Tensor], Tensor]) -> None:
+    """The differences are below the tolerance of the other checks."""
+
+    class Quantised(Base):
+        def between(self, y: Tensor) -> Tensor:
+            return mix(y)
+
+    x = 0.1 * torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))
+    case = Case(spread(Quantised()))
+    check(case, {"x": x})
+    assert mixes(case, {"x": x})

@@ -173,10 +173,10 @@ def test_chats_are_encoded_with_their_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "classes", "causal"),
     [
-        (None, 0, True),
-        (None, 2, False),
+        ("auto", 0, True),
+        ("auto", 2, False),
         ("causal", 2, True),
-        ("classification", 0, False),
+        ("classify", 0, False),
     ],
 )
 def test_weights_and_data_name_the_task(
@@ -192,4 +192,4 @@ def test_a_classifier_and_a_sentence_encoder_are_no_language_models(tmp_path: Pa
     (tmp_path / "encoder" / "modules.json").write_text("[]")
     assert not AutoText(weights=folder).causal
     with pytest.raises(DpfedError, match=r'set model\.name = "auto-text" for'):
-        _ = AutoCausal(weights=folder, task="classification").causal
+        _ = AutoCausal(weights=folder, task="classify").causal

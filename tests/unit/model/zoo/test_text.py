@@ -131,7 +131,7 @@ def test_a_language_model_has_no_head(tmp_path: Path) -> None:
     section = AutoCausal(weights=save(gpt2(), tmp_path), max_length=8)
     names = ZooCase(with_train(section, "lora"), text_spec(classes=1)).space.names
     assert all(".lora_" in n for n in names)
-    assert not ZooCase(with_train(section, "lora"), text_spec(classes=1)).ready.classifies
+    assert ZooCase(with_train(section, "lora"), text_spec(classes=1)).ready.task.causal
     assert not any("lm_head" in n for n in names)
     with pytest.raises(DpfedError, match="a language model has no head"):
         ZooCase(with_train(section, "head"), text_spec(classes=1))

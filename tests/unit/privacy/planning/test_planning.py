@@ -139,7 +139,7 @@ def test_other_rounds_have_their_own_batch(paper: FederationPlan) -> None:
 
 def test_the_recommended_settings_give_the_stated_sigma(paper: FederationPlan) -> None:
     tables = tomllib.loads(str(paper).split("Recommended; paste this into your file:")[1])
-    assert tables == paper.settings
+    assert tables == paper.configuration
     given = tables["privacy"]
     schedule = Schedule.of(
         50, tables["run"]["rounds"], tables["run"]["local_steps"], tables["run"]["participation"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from dpfed.model.frozen.quantised import stored_tensors
 from dpfed.model.parameter_vector import Space
 
 
@@ -19,12 +21,17 @@ def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> s
     """
     digest = hashlib.sha256()
     frozen = {name: p for name, p in model.named_parameters() if name not in space.names}
-    for name, value in sorted({**frozen, **dict(model.named_buffers())}.items()):
-        if skip_replaced and ".original_module." in f".{name}":
+    for owner, value in sorted({**frozen, **dict(model.named_buffers())}.items()):
+        if skip_replaced and ".original_module." in f".{owner}":
             continue
-        value = value.detach().cpu().contiguous()
-        digest.update(f"frozen {name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        for name, part in stored_tensors(owner, value).items():
+            _add_frozen(digest, name, part)
     for name, shape in zip(space.names, space.shapes, strict=True):
         digest.update(f"trained {name} {tuple(shape)}\n".encode())
     return digest.hexdigest()
+
+
+def _add_frozen(digest: Any, name: str, value: Tensor) -> None:
+    value = value.detach().cpu().contiguous()
+    digest.update(f"frozen {name} {value.dtype} {tuple(value.shape)}\n".encode())
+    digest.update(value.reshape(-1).view(torch.uint8).numpy().data)

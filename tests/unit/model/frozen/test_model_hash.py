@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpfed.model.model_hash import model_hash
+from dpfed.model.frozen.model_hash import model_hash
 from dpfed.model.parameter_vector import space_of
 from dpfed.model.per_sample.gradients import trainable
 

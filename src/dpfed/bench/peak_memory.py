@@ -1,0 +1,64 @@
+"""Measure the memory of tensors that a computation creates, on any device and without a GPU."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakMemory(TorchDispatchMode):
+    """Within this context, count the bytes of all new tensors that are alive at the same time.
+
+    Tensors that exist before, such as a model's weights, are not counted. Neither is the working
+    memory inside a single operator.
+
+    bytes  new tensors that are alive now
+    peak   largest value of `bytes` so far
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.peak = 0
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for x in tree_leaves((args, kwargs)):
+            self._meet(x, new=False)
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            self._meet(x, new=True)
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+    def _meet(self, x: Any, new: bool) -> None:
+        """Count the storage of `x` until it is deleted, if it is new and not counted yet."""
+        # A tensor of a quantising library has several inner tensors and no memory of its own.
+        if not isinstance(x, Tensor) or hasattr(x, "__tensor_flatten__"):
+            return
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if new else 0
+        self.bytes += size
+        self._known[key] = weakref.finalize(storage, self._delete, key, size)
+
+    def _delete(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.bytes -= size
+
+
+def peak_bytes(compute: Any) -> int:
+    """Return the largest number of bytes of new tensors while `compute()` runs."""
+    with PeakMemory() as memory, torch.autograd.set_multithreading_enabled(False):
+        compute()
+    return memory.peak

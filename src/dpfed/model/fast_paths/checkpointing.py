@@ -1,0 +1,58 @@
+"""Gradient checkpointing: layers keep only their inputs and compute the rest again for gradients.
+
+Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The transformers
+library has an own version, which would compute layers again with the model's plain weights. Here a
+layer remembers its weights, which are the records' own copies, and the keys of its dropout. Its
+second computation then gives bitwise the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpfed.errors import DpfedError
+from dpfed.model.per_sample.compiled import repeated_layers
+from dpfed.model.per_sample.derived_class import derived, once_per_class
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Replace the classes of the model's repeated layers by checkpointed versions, in place.
+
+    Raise DpfedError for a model without repeated layers.
+    """
+    layers = repeated_layers(model)
+    if not layers:
+        raise DpfedError(
+            f"model.gradient_checkpointing = true needs repeated layers, and "
+            f"{type(model).__name__} has none: leave it out"
+        )
+    for layer in layers:
+        layer.__class__ = _checkpointed(type(layer))
+
+
+@once_per_class
+def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The compiler checkpoints a compiled layer itself (per_sample/compiled.py).
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        # A shallow copy has the same modules and tensors, without this forward pass.
+        plain = copy.copy(self)
+        plain.__class__ = cls
+        # Tied weights and all dropout keys are one tensor each: take every name of them.
+        weights = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
+
+        def compute(*args: Any) -> Any:
+            return torch.func.functional_call(plain, weights, args, kwargs)
+
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return derived(cls, "Checkpointed", forward=forward)

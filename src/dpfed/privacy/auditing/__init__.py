@@ -1,0 +1,1 @@
+"""Statistics of audits: lower bounds on epsilon from canaries, and tests of batches and noise."""

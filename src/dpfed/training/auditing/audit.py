@@ -1,0 +1,156 @@
+"""Audit a job: test with canaries if its releases reveal more than the claimed epsilon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpfed.errors import DpfedError
+from dpfed.privacy.auditing.guesses import epsilon_bound, ladder_bound
+from dpfed.privacy.auditing.laws import Law
+from dpfed.privacy.auditing.report import Assumed, Report, Seen
+from dpfed.privacy.auditing.shifts import ratio_bound
+from dpfed.privacy.published import show_setting
+from dpfed.training.auditing.canaries import measured_oracle
+from dpfed.training.auditing.draws import MAX_LAW_CELLS, audit_laws
+from dpfed.training.auditing.measurement import Measurement
+from dpfed.training.auditing.messages import server_scores
+from dpfed.training.auditing.records import MOST_PER_CLIENT, measured_records
+from dpfed.training.auditing.setting import (
+    AuditSetting,
+    canaries_per_client,
+    chosen_clients,
+    fair_coins,
+    setting_of,
+)
+from dpfed.training.job.job import Job
+
+# Largest product of clients and steps in an audit, which then takes 5 s on one CPU core.
+MAX_CLIENT_STEPS = 30_000
+# Number of lower bounds of `audit`, without and with the job's own model. They share the error.
+BOUNDS = 5
+BOUNDS_WITH_MODEL = 8
+
+
+@dataclass(frozen=True)
+class Audit:
+    reports: list[Report]
+    laws: list[Law]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Turns observations into lower bounds; each has the confidence `confidence`."""
+
+    setting: AuditSetting
+    confidence: float
+
+    def of_guesses(self, seen: Seen, scores: np.ndarray, coins: np.ndarray) -> list[Report]:
+        """Return the bound that assumes nothing, and the bound that assumes the curve."""
+        least = epsilon_bound(scores, coins, self.setting.delta, self.confidence)
+        ratio = ladder_bound(scores, coins, self.setting.curve_at, self.confidence)
+        return [
+            self._report(seen, "nothing", least, coins),
+            self._report(seen, "the accounted curve", self._epsilon_at(ratio), coins),
+        ]
+
+    def of_measurement(self, seen: Seen, found: Measurement, coins: np.ndarray) -> list[Report]:
+        """Return the bounds of the guesses, and the bound of the measured shifts."""
+        ratio = ratio_bound(found.shifts, self.confidence)
+        # The sum has more noise than the charged multiplier, if a count is charged with it.
+        ratio /= self.setting.plan.clipping.sum_multiplier(1.0)
+        shifts = self._report(seen, "Gaussian noise", self._epsilon_at(ratio), coins)
+        return [*self.of_guesses(seen, found.scores, coins), shifts]
+
+    def _epsilon_at(self, ratio: float) -> float:
+        return self.setting.epsilon_at(ratio) if ratio > 0 else 0.0
+
+    def _report(self, seen: Seen, assumes: Assumed, lower: float, coins: np.ndarray) -> Report:
+        return Report(
+            seen=seen,
+            assumes=assumes,
+            lower=lower,
+            claimed=float(self.setting.epsilons().max()),
+            delta=self.setting.delta,
+            confidence=self.confidence,
+            canaries=coins.size,
+            clients=self.setting.plan.clients,
+            steps=self.setting.steps,
+        )
+
+
+def audit_oracle(setting: AuditSetting, canaries: int, confidence: float) -> list[Report]:
+    """Audit the oracle's releases with many canaries, spread over the clients.
+
+    If the clients have too few records, each client is audited in several independent copies.
+    """
+    setting = _with_room_for(setting, canaries)
+    coins = fair_coins(setting, canaries_per_client(setting.plan, canaries), 1)
+    bounds = Bounds(setting, confidence)
+    return bounds.of_measurement("oracle", measured_oracle(setting, coins), coins)
+
+
+def _with_room_for(setting: AuditSetting, canaries: int) -> AuditSetting:
+    clients = setting.plan.clients
+    wanted = -(-canaries // (clients * int(setting.plan.sizes.min())))
+    most = MAX_CLIENT_STEPS // (clients * setting.steps)
+    return setting.only(np.tile(np.arange(clients), max(1, min(wanted, most))))
+
+
+def audit_messages(
+    job: Job, setting: AuditSetting, canaries: int, confidence: float
+) -> list[Report]:
+    """Audit the messages that the server receives in one run of the job with canaries."""
+    coins = fair_coins(setting, canaries_per_client(setting.plan, canaries), 3)
+    scores = server_scores(job, setting, coins)
+    return Bounds(setting, confidence).of_guesses("server", scores, coins)
+
+
+def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float) -> list[Report]:
+    """Audit the oracle with the job's own model, and records of these clients as canaries."""
+    setting = setting_of(job).only(clients)
+    count = min(MOST_PER_CLIENT, canaries_per_client(setting.plan, canaries))
+    coins = fair_coins(setting, count, 4)
+    found = measured_records(job, setting, clients, coins)
+    return Bounds(setting, confidence).of_measurement("model", found, coins)
+
+
+def audit(
+    job: Job, canaries: int = 4000, confidence: float = 0.95, own_model: bool = False
+) -> Audit:
+    """Run every audit of a job. If the job is long, audit fewer clients.
+
+    confidence  probability that no lower bound exceeds the true epsilon
+    own_model   True to audit the job's own model and records too
+    """
+    _require(job, canaries, confidence)
+    whole = setting_of(job)
+    most = max(1, MAX_CLIENT_STEPS // whole.steps)
+    clients = chosen_clients(whole.epsilons(), most)
+    setting = whole.only(clients)
+    law_steps = min(500, MAX_LAW_CELLS // (2 * int(setting.plan.sizes.max())))
+    count = BOUNDS_WITH_MODEL if own_model else BOUNDS
+    each = 1 - (1 - confidence) / count
+    reports = [
+        *audit_oracle(setting, canaries, each),
+        *audit_messages(job, setting, canaries, each),
+    ]
+    if own_model:
+        reports += audit_model(job, clients, canaries, each)
+    return Audit(reports, list(audit_laws(setting.shortened(law_steps))))
+
+
+def _require(job: Job, canaries: int, confidence: float) -> None:
+    """Raise DpfedError if this audit would show nothing."""
+    if not job.plan.private:
+        raise DpfedError(
+            "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"
+        )
+    if canaries < 8:
+        raise DpfedError(f"--canaries {canaries} is too few to show anything: give at least 8")
+    if not 0.5 <= confidence < 1:
+        raise DpfedError(
+            f"--confidence {show_setting(confidence)} is not allowed: it lies from 0.5 to below 1, "
+            "such as 0.95"
+        )
