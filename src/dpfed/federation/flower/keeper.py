@@ -38,9 +38,11 @@ PDEATHSIG = 1
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True) if LINUX else None
 POLL_S = 0.2
-# Seconds to wait for a process to end before it is killed. A SuperNode needs about five.
-ENDING_S = 8.0
-STARTING_S = 60.0
+# Seconds to wait for processes to end before they are killed. A SuperNode needs about five to sign
+# off. A SuperLink has nothing to do, and its port should be free at once.
+SUPERNODE_ENDING_S = 8.0
+SUPERLINK_ENDING_S = 1.0
+STARTING_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Keeper:
         for process in running:
             for number in (signal.SIGCONT, signal.SIGTERM):
                 signal_group(process, number)
-        limit = time.monotonic() + ENDING_S
+        patience = SUPERNODE_ENDING_S if self._plan.client else SUPERLINK_ENDING_S
+        limit = time.monotonic() + patience
         for process in running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, limit - time.monotonic()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 # Seconds in which Flower's ServerApp must have started.
-STARTING_S = 120.0
+STARTING_S = 300.0
 
 
 class LinkDownError(ConnectionError):

@@ -5,6 +5,7 @@ All run without telemetry, update checks and installation of packages.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,7 +36,9 @@ IRRELEVANT = ("INFO", "WARNING", "For more information", "Finished")
 MARK = "dpfed: "
 # Seconds to wait for a keeper to end its processes, before it is killed.
 ENDING_S = 12.0
-COMMAND_S = 120.0
+COMMAND_S = 300.0
+# Seconds for the keeper of a server that was killed to free the port.
+PORT_S = 10.0
 # Names in Flower's configuration file.
 LINK_NAME = "dpfed"
 
@@ -97,20 +100,27 @@ def program(name: str) -> str:
     return found
 
 
-def listening(address: Address) -> socket.socket:
-    """Return an open socket at the address; raise DpfedError if the port is taken."""
+def listening(address: Address, patience: float = 0.0) -> socket.socket:
+    """Return an open socket at the address.
+
+    Raise DpfedError if the port is still taken after `patience` seconds.
+    """
+    end = time.monotonic() + patience
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((address.host, address.port))
-        found.listen(128)
-    except OSError as error:
-        found.close()
-        raise DpfedError(
-            f"nothing can listen on {address} ({error.strerror}): choose another --listen"
-        ) from None
-    return found
+    while True:
+        found = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((address.host, address.port))
+            found.listen(128)
+            return found
+        except OSError as error:
+            found.close()
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise DpfedError(
+                    f"nothing can listen on {address} ({error.strerror}): choose another --listen"
+                ) from None
+        time.sleep(0.2)
 
 
 def free_port() -> int:
@@ -145,7 +155,7 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[Proc
         "superlink",
         [*tls, install],
         executor,
-        listening(listen),
+        listening(listen, PORT_S),
         own,
         home,
         upstream=_url(own, folder is not None),
@@ -276,7 +286,7 @@ def flwr(home: Path, *words: str) -> str:
     return done.stdout
 
 
-def wait_open(process: Process, limit: float = 60.0) -> None:
+def wait_open(process: Process, limit: float = 300.0) -> None:
     """Wait until the process accepts connections; raise DpfedError after `limit` seconds."""
     end = time.monotonic() + limit
     while True:

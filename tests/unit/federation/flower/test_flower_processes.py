@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
         with pytest.raises(DpfedError, match="nothing can listen on"):
             listening(Address("127.0.0.1", other.getsockname()[1]))
     listening(Address("127.0.0.1", free_port())).close()
+
+
+def test_a_port_that_becomes_free_is_waited_for() -> None:
+    other = listening(Address("127.0.0.1", 0))
+    threading.Timer(0.5, other.close).start()
+    found = listening(Address("127.0.0.1", other.getsockname()[1]), patience=20.0)
+    found.close()
 
 
 def test_a_secret_is_its_owners_alone_and_new_each_time(tmp_path: Path) -> None:
