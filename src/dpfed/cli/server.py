@@ -137,7 +137,8 @@ def _serve(settings: Config, place: Place, stop: Stop) -> dict[str, Any]:
     # Put Flower's files beside the run's folder, because that folder has only files of the run.
     home = flower_home(out)
     with ExitStack() as stack:
-        display = stack.enter_context(display_for(settings.run.rounds, place.log_json))
+        display = display_for(settings.run.rounds, place.log_json)
+        stack.enter_context(display)
         process = stack.enter_context(superlink(place.listen, home, keys))
         display.say(f"clients connect to {place.listen}; Flower's log is {process.log}")
         display.say(*warnings(settings, keys is None))
