@@ -17,7 +17,7 @@ class JsonDisplay(Callback):
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
-        self._causal = False
+        self._task = "classify"
 
     def __enter__(self) -> Self:
         return self
@@ -30,19 +30,20 @@ class JsonDisplay(Callback):
             json_to_stderr(line)
 
     def on_start(self, job: Job) -> None:
-        self._causal = not job.model.classifies
+        self._task = job.model.task.name
         self.say(*summary(job), *(f"note: {note}" for note in job.notes), *job.warnings)
 
     def on_round(self, round: Round) -> None:
-        text = f"round {round.t}/{self._rounds}  {round_score(round, self._causal)}"
+        text = f"round {round.t}/{self._rounds}  {round_score(round, self._task)}"
         self.say(
             LogLine(
                 text,
                 "round",
                 round=round.t,
                 rounds=self._rounds,
-                accuracy=None if self._causal else round.accuracy,
-                perplexity=perplexity(round.loss) if self._causal else None,
+                accuracy=round.accuracy,
+                r2=round.r2,
+                perplexity=perplexity(round.loss) if self._task == "causal" else None,
                 epsilon=round.epsilon,
                 clients=round.cohort,
                 seconds=round.seconds,

@@ -61,7 +61,7 @@ class Status(Callback):
         self._log = log
         self._news = news
         self._written = 0.0
-        self._causal = False
+        self._task = "classify"
         self._refusals: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._facts: dict[str, Any] = {"state": "waiting", "pid": os.getpid(), "round": 0}
         self._clients: dict[str, dict[str, Any]] = {
@@ -91,16 +91,19 @@ class Status(Callback):
             self._write()
 
     def on_start(self, job: Job) -> None:
-        self._causal = not job.model.classifies
+        self._task = job.model.task.name
         self._facts |= {"rounds": job.config.run.rounds}
         self._write()
 
     def on_round(self, round: Round) -> None:
         self._facts |= {"state": "training", "round": round.t}
-        if round.accuracy is not None and not self._causal:
-            self._facts["accuracy"] = round.accuracy
-        if self._causal and round.loss is not None:
-            self._facts["perplexity"] = perplexity(round.loss)
+        if self._task == "causal":
+            scores = {"perplexity": perplexity(round.loss)}
+        elif self._task == "regress":
+            scores = {"r2": round.r2}
+        else:
+            scores = {"accuracy": round.accuracy}
+        self._facts |= {name: value for name, value in scores.items() if value is not None}
         if round.epsilon is not None:
             # A third party may know who is connected, so its figure is no smaller.
             self._facts["epsilon"] = {"server": round.epsilon, "third_party": round.epsilon}
@@ -159,6 +162,8 @@ def headline(status: Mapping[str, Any]) -> str:
     parts = [f"{status['state']}, round {status['round']} of {status.get('rounds', '?')}"]
     if status.get("accuracy") is not None:
         parts.append(f"accuracy {show_score(status['accuracy'])}")
+    if status.get("r2") is not None:
+        parts.append(f"R2 {show_score(status['r2'])}")
     if status.get("perplexity") is not None:
         parts.append(f"perplexity {show_perplexity(status['perplexity'])}")
     for observer, value in status.get("epsilon", {}).items():

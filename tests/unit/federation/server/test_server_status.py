@@ -35,7 +35,7 @@ def found(tmp_path: Path) -> dict[str, Any]:
 
 def job_of(causal: bool) -> Any:
     return SimpleNamespace(
-        model=SimpleNamespace(classifies=not causal),
+        model=SimpleNamespace(task=SimpleNamespace(name="causal" if causal else "classify")),
         config=SimpleNamespace(run=SimpleNamespace(rounds=9)),
     )
 
