@@ -85,7 +85,7 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
         cohort = list(range(len(trial.names)))
         for t in range(1, count + 2):
             requests = {
-                name: pack(federation.training_request(t, state, i))
+                name: pack(federation.training_requests(t, state, [i])[i])
                 for i, name in enumerate(trial.names)
             }
             began = time.perf_counter()
@@ -93,7 +93,7 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
             state = aggregate(job, t, state, cohort, mean, answered)
             between = time.perf_counter()
             empty_requests = {name: EMPTY + data for name, data in requests.items()}
-            assert len(transport.send_all(empty_requests, 60.0)) == len(cohort)
+            assert len(dict(transport.send_all(empty_requests, 60.0))) == len(cohort)
             end = time.perf_counter()
             # In the first round a client builds its model.
             if t > 1:
@@ -123,7 +123,7 @@ def guarding(path: Path, job: Job, trial: Trial, count: int) -> tuple[float, flo
         busy = []
         for t in range(1, count + 2):
             number = trial.names.index(config.client.name)
-            request = pack(federation.training_request(t, state, number))
+            request = pack(federation.training_requests(t, state, [number])[number])
             began = time.perf_counter()
             worked = time.process_time()
             own.answer(request)

@@ -15,6 +15,8 @@ if len(sys.argv) > 1:
         (part.inputs["pixel_values"], part.labels) for part in (source.train, source.test)
     )
 else:
+    print("Digits of scikit-learn. For Fashion-MNIST, give a folder with the four files of")
+    print("https://github.com/zalandoresearch/fashion-mnist#get-the-data")
     digits = load_digits()
     X = (digits.images[:, None] / 16).astype("float32")
     X, X_test, y, y_test = train_test_split(X, digits.target, test_size=0.2, random_state=0)

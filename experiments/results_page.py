@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from results_specs import Spec
+from results_language import is_language, language_cells
+from results_specs import Spec, named
 from results_studies import (
     COLUMNS,
     EPSILONS,
@@ -24,7 +25,7 @@ from results_studies import (
 )
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.published import show_loss
+from dpfed.privacy.published import show_loss, show_perplexity
 from dpfed.report.tables import EQUAL_EPSILON_FACTOR, Row, Table, best_of, grid_words, percent, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
@@ -126,6 +127,8 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
         "ε third party",
         "up",
     ]
+    if is_language(runs):
+        return language_cells(arms, runs)
     unequal = costly(arms)
     best = set() if about["axis"] else best_of(as_table(about, arms, runs).rows, unequal)
     body = []
@@ -151,11 +154,6 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
             ]
         )
     return head, body
-
-
-def named(label: str) -> str:
-    """Return a label; a variant looks as on the command line."""
-    return f"`{label}`" if ":" in label and "|" not in label else label
 
 
 def _difference(arm: Cells) -> str:
@@ -242,13 +240,18 @@ def study_page(spec: Spec, tables: Mapping[str, Rows]) -> str:
 def run_cells(runs: Rows) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table with one row for each run of a study."""
     used = [key for key in RUN_COLUMNS if any(run[key] for run in runs)]
-    head = [*(RUN_COLUMNS[key] for key in used), "accuracy %", "ε server"]
+    language = is_language(runs)
+    head = [*(RUN_COLUMNS[key] for key in used), "perplexity" if language else "accuracy %"]
+    head.append("ε server")
     body = []
     for run in runs:
         cells = [named(run[key]) if key == "arm" else run[key] for key in used]
         epsilon = run["epsilon_server_worst"]
         spent = show_loss(float(epsilon), 2) if epsilon else "no privacy"
-        body.append([*cells, percent(float(run["accuracy"]), None), spent])
+        score = percent(float(run["accuracy"]), None)
+        if language:
+            score = show_perplexity(float(run["perplexity"]) if run["perplexity"] else None)
+        body.append([*cells, score, spent])
     return head, body
 
 
@@ -274,14 +277,17 @@ def short_table(spec: Spec, tables: Mapping[str, Rows]) -> str:
     if about is None or not any(arm["mean"] for arm in arms):
         return EMPTY
     head, body = arm_cells(about, arms, [r for r in tables["runs"] if r["study"] == spec.name])
-    kept = [head.index(name) for name in SHORT_COLUMNS]
+    kept = [head.index(name) for name in SHORT_COLUMNS if name in head]
     table = pipes([head[i] for i in kept], [[row[i] for i in kept] for row in body])
     command = f"python experiments/results.py run --only {spec.name} --out DIR"
     run = f"<!-- runs: experiments/results.py -->\n```sh\n{command}\n```"
     return "\n\n".join([table, run, f"[Whole table and all runs](results/{spec.name}.md)"])
 
 
-SHORT_COLUMNS = ("method", "accuracy %", "difference [95 % interval]", "ε server", "up")
+SHORT_COLUMNS = (
+    *("method", "accuracy %", "difference [95 % interval]"),
+    *("before", "perplexity", "exact match %", "ε server", "up"),
+)
 MARKED = re.compile(
     r"^<!-- results: (?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- end -->$", re.M | re.S
 )

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 RUNS = "runs"
 STARTS = "starts"
 # Settings with paths of a machine, and the names that a published command has in their place.
-PATHS = {"data.path": "DATA", "model.weights": "WEIGHTS"}
+PATHS = {
+    "data.path": "DATA",
+    "data.test_path": "TEST",
+    "model.weights": "WEIGHTS",
+    "model.tokenizer": "TOKENIZER",
+}
 
 
 @dataclass(frozen=True)
@@ -178,3 +183,8 @@ def study_from(
     )
     check(study, registry())
     return study
+
+
+def named(label: str) -> str:
+    """Return a label; a variant looks as on the command line."""
+    return f"`{label}`" if ":" in label and "|" not in label else label

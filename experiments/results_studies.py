@@ -26,6 +26,8 @@ Rows = list[Cells]
 RATES = ("lr", "server_lr")
 TRAFFIC = ("up_numbers", "up_bytes", "down_numbers", "down_bytes")
 EPSILONS = ("server_worst", "third_party")
+# Scores of language models on the reported half; empty for other models.
+LANGUAGE = ("start_perplexity", "perplexity", "exact_match")
 SPENT = tuple(f"epsilon_{view}" for view in EPSILONS)
 COLUMNS = {
     "studies": (
@@ -38,7 +40,8 @@ COLUMNS = {
         *("difference", "interval_low", "interval_high", *SPENT, *TRAFFIC, "failed"),
     ),
     "runs": (
-        *("study", "arm", "phase", "seed", *RATES, "accuracy", "loss", "diverged", *SPENT),
+        *("study", "arm", "phase", "seed", *RATES, "accuracy", "loss", *LANGUAGE),
+        *("diverged", *SPENT),
         *("delta", "sigma", "rounds", "seconds", *TRAFFIC, "run"),
     ),
     "curves": ("study", "arm", "seed", "round", "accuracy"),
@@ -249,6 +252,9 @@ def run_rows(found: Survey, task: Task, rates: Mapping[str, float], phase: str) 
         **rates,
         "accuracy": outcome.accuracy,
         "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+        "start_perplexity": result.get("start_perplexity"),
+        "perplexity": result.get("test_perplexity"),
+        "exact_match": (result.get("metrics") or {}).get("exact_match"),
         "diverged": "yes" if outcome.diverged else "",
         **{f"epsilon_{view}": outcome.epsilon.get(view) for view in EPSILONS},
         **(outcome.traffic or {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dpfed.federation import messages
 from dpfed.federation.client.client import Client
 from dpfed.federation.messages import Reply
 from dpfed.federation.policy import RefusedError, public_text
-from dpfed.federation.server.server import Federation
+from dpfed.federation.server.server import Federation, RunPlace
 from dpfed.privacy.ledger.charge import Row
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
@@ -47,10 +47,10 @@ class Loopback:
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
-    ) -> dict[str, bytes | Exception]:
-        return {
-            name: self._reply(name, data) for name, data in requests.items() if name in self.clients
-        }
+    ) -> Iterator[tuple[str, bytes | Exception]]:
+        for name in requests:
+            if name in self.clients:
+                yield name, self._reply(name, requests[name])
 
     def _reply(self, name: str, data: bytes) -> bytes | Exception:
         try:
@@ -60,7 +60,7 @@ class Loopback:
 
 
 def job_of(**sections: dict[str, Any]) -> Job:
-    raw = {name: {**table, **sections.get(name, {})} for name, table in RAW.items()}
+    raw = {name: {**RAW.get(name, {}), **sections.get(name, {})} for name in {**RAW, **sections}}
     if "name" in sections.get("algorithm", {}):
         raw["algorithm"] = dict(sections["algorithm"])
     return prepare(build(raw, registry()))
@@ -102,6 +102,8 @@ def names_of(job: Job) -> list[str]:
 
 
 def section_of(job: Job, **keys: Any) -> FederationSection:
+    """Return [federation] with the job's formats of messages, and these keys."""
+    own = job.config.federation or FederationSection()
     clients = dict.fromkeys(names_of(job), 1)
     return FederationSection(
         **{
@@ -110,6 +112,8 @@ def section_of(job: Job, **keys: Any) -> FederationSection:
             "timeout": TIMEOUT_S,
             "retries": 0,
             "patience": 1,
+            "upload": own.upload,
+            "download": own.download,
             **keys,
         }
     )
@@ -125,7 +129,7 @@ def server_of(
 ) -> Federation:
     """Return the server of run-1, with these keys of [federation]."""
     transport = clients if isinstance(clients, Loopback) else Loopback(clients)
-    return Federation(job, transport, "run-1", section_of(job, **section), seeded, log)
+    return Federation(job, transport, RunPlace("run-1"), section_of(job, **section), seeded, log)
 
 
 def federation_of(

@@ -55,6 +55,7 @@ from dpfed.training.callbacks.diagnostics import read_diagnostics
 from dpfed.training.export import read_run
 from dpfed.training.job.data import tokenised
 from dpfed.training.job.job import prepare
+from dpfed.training.messages.message_format import Field
 from dpfed.training.round_context import first_state
 from dpfed.training.run import run
 from dpfed.training.run_folder.checkpoint import Checkpoints, index_hash, job_hash
@@ -426,6 +427,8 @@ TERMS = Terms(
     head="cd",
     used=1,
     max_rounds=0,
+    upload="float32",
+    download="float32",
 )
 
 
@@ -442,7 +445,8 @@ def wire_files() -> Files:
 def read_wire(folder: Path) -> None:
     asked = digest(wire_files()["request"])
     unpack_request((folder / "request").read_bytes(), 1 << 20)
-    unpack_reply((folder / "reply").read_bytes(), {"delta": (4,), "v": (2,)}, TERMS, asked, 5.0)
+    layout = {"delta": Field(4), "v": Field(2)}
+    unpack_reply((folder / "reply").read_bytes(), layout, TERMS, asked, 5.0)
 
 
 CASES: dict[str, Case] = {

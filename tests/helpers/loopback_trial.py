@@ -51,10 +51,11 @@ class Trial:
         self.names = [f"clinic-{i}" for i in range(clients)]
         folder.mkdir(parents=True, exist_ok=True)
         digits = Digits().load()
+        # Digits have pixels from 0 to 16, and a source of arrays expects 0 to 255.
         whole = {
-            "x_train": digits.train.inputs["pixel_values"],
+            "x_train": digits.train.inputs["pixel_values"] * np.uint8(15),
             "y_train": digits.train.labels,
-            "x_test": digits.test.inputs["pixel_values"],
+            "x_test": digits.test.inputs["pixel_values"] * np.uint8(15),
             "y_test": digits.test.labels,
         }
         np.savez(folder / "all.npz", **whole)

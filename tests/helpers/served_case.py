@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,13 @@ class Net(Loopback):
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
-    ) -> dict[str, bytes | Exception]:
+    ) -> Iterator[tuple[str, bytes | Exception]]:
         self.sent.append(dict(requests))
         if len(self.sent) == self.kill_before:
             raise KilledError
-        found = super().send_all(requests, timeout)
+        yield from super().send_all(requests, timeout)
         if len(self.sent) == self.kill_within:
             raise KilledError
-        return found
 
 
 def serve(

@@ -1,11 +1,14 @@
-"""Presets of the paper: shapes without weights, epsilon without data, published figures."""
+"""Presets: those of the paper have its settings and figures; `llm` trains a language model."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
+from command import dpfed
+from language_case import chat, chat_model
 from typer.testing import CliRunner
 
 from dpfed.algorithms.base import Facts
@@ -214,3 +217,25 @@ def test_a_target_is_for_a_client_in_every_round() -> None:
     config = config_of("paper/cifar100-swin-base", "privacy.target_epsilon=2")
     plan, _ = plan_of(config)
     assert float(plan.multipliers[0]) == pytest.approx(1.619, rel=0.005)
+
+
+def test_the_preset_of_language_models_needs_a_model_and_a_folder_of_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [{"messages": chat("a b", "c")}, {"messages": chat("d", "e f", "g", "h")}]
+    for name, records in (("train", chats * 200), ("test", chats)):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    model = chat_model(tmp_path / "model")
+    given = {"model.weights": model, "data.path": tmp_path}
+    quick = {"model.max_length": 14, "run.rounds": 2, "run.local_steps": 1}
+    words = [w for key, value in {**given, **quick}.items() for w in ("--set", f"{key}={value}")]
+    assert dpfed("run", "llm", *words, "--out", str(tmp_path / "out"), "--json") == 0
+    result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert result["task"] == "causal"
+    assert 7.5 < result["epsilon"]["server_worst"] <= 8.0
+    assert result["test_perplexity"] > 1
+    assert len(result["examples"]) == 2
+    # LoRA is in every linear layer but the output layer: seven in a block of a Llama.
+    assert load(tmp_path / "out" / "config.toml", [], registry()).model.lora.targets == "auto"
+    assert result["blocks"] > 7

@@ -528,3 +528,34 @@ def test_a_gpu_that_is_not_there_made_no_run(results: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     assert results.machine("cuda") == results.machine("auto") == "a GPU"
     assert str(results.machine("cpu")).startswith("CPU, ")
+
+
+def test_language_models_have_perplexities_in_place_of_accuracies(results: Any) -> None:
+    page = importlib.import_module("results_page")
+    empty = dict.fromkeys(page.COLUMNS["arms"], "")
+    private = {"n": "1", "epsilon_server_worst": "2.995", "up_bytes": "1000"}
+    arms = [
+        {**empty, "arm": "a", **private, "lr": "0.1", "inside_grid": "yes"},
+        {**empty, "arm": "b", "n": "2"},
+        {**empty, "arm": "later"},
+    ]
+    blank = dict.fromkeys(page.COLUMNS["runs"], "")
+    scores = {"start_perplexity": "100", "exact_match": "0.25", "accuracy": "0.5"}
+    runs = [
+        {**blank, "arm": "a", "phase": "tuning", **scores, "perplexity": "7"},
+        {**blank, "arm": "a", "phase": "reported", **scores, "perplexity": "20"},
+        {**blank, "arm": "b", "phase": "reported", **scores, "perplexity": "30"},
+        {**blank, "arm": "b", "phase": "reported", **scores, "perplexity": "50"},
+    ]
+    head, body = page.arm_cells({"axis": ""}, arms, runs)
+    shown = [dict(zip(head, line, strict=True)) for line in body]
+    assert [line["perplexity"] for line in shown] == ["20", "40", "–"]
+    assert [line["before"] for line in shown] == ["100", "100", "–"]
+    assert [line["exact match %"] for line in shown] == ["25.00", "25.00", "–"]
+    assert [line["ε server"] for line in shown] == ["3.00", "no privacy", "–"]
+    assert "accuracy %" not in head
+    head, body = page.run_cells(runs)
+    assert head[-2:] == ["perplexity", "ε server"]
+    assert [line[-2] for line in body] == ["7", "20", "30", "50"]
+    texts = [{**run, "exact_match": ""} for run in runs]
+    assert "exact match %" not in page.arm_cells({"axis": ""}, arms, texts)[0]

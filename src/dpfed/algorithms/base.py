@@ -174,6 +174,15 @@ class Algorithm(ABC):
         """
         return ("theta",)
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """Names of the vectors of length P that may be rounded in messages.
+
+        Second moments must not be among them: rounding would destroy small differences such as
+        v − Φ.
+        """
+        return ("theta", "delta")
+
     def check(self, facts: Facts) -> list[str]:
         """Return warnings about the keys. Raise DpfedError if the keys cannot work together."""
         return []

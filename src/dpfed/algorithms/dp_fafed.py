@@ -84,6 +84,10 @@ class DPFAFED(Algorithm):
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "m", "v")
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "m")
+
     def check(self, facts: Facts) -> list[str]:
         if not facts.equal_phi:
             self.refuse(

@@ -90,6 +90,10 @@ class DPFedAdamW(Algorithm):
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "v", "w") if self.gamma == 0 else ("theta", "v", "w", "dg")
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "dg")
+
     def check(self, facts: Facts) -> list[str]:
         if facts.varying_phi and not facts.equal_phi and self.agg != "off":
             self.refuse('privacy.clip_mode = "quantile" needs the same noise level for all clients')

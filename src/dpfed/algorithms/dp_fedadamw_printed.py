@@ -61,6 +61,10 @@ class DPFedAdamWPrinted(Algorithm):
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "v", "dg")
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "dg")
+
     def check(self, facts: Facts) -> list[str]:
         if not facts.equal_phi or facts.varying_phi:
             self.refuse("the printed form needs the same noise level for all clients and rounds")

@@ -67,6 +67,10 @@ class DPFedLADA(Algorithm):
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "v", "ga")
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "ga")
+
     def check(self, facts: Facts) -> list[str]:
         if not facts.equal_phi:
             self.refuse(

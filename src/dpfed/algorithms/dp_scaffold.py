@@ -77,6 +77,10 @@ class DPScaffold(Algorithm):
     def broadcast(self) -> tuple[str, ...]:
         return ("theta", "c")
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        return ("theta", "delta", "c")
+
     def check(self, facts: Facts) -> list[str]:
         warnings = []
         if self.scaffold_c == "displacement" and self.weight_decay > 0:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from dpfed.errors import DpfedError
 from dpfed.model.blocks import inner_config
+from dpfed.model.generation import written
 
 
 def continued(
@@ -36,27 +35,7 @@ def continued(
                 f"more than the {limit} positions of the model: shorten one of them"
             )
     ends = section.ends(model)
-    return [section.decoded(_written(model, ids, new_tokens, ends)) for ids in tokens]
-
-
-def _written(model: Any, ids: list[int], new_tokens: int, ends: list[int]) -> list[int]:
-    """Return the tokens that the model writes after `ids`, each with the highest score.
-
-    ends  tokens that end a text
-    """
-    from transformers import GenerationConfig
-
-    given = torch.tensor([ids], device=next(model.parameters()).device)
-    # A complete configuration, so that sampling that the model's files ask for does not apply.
-    greedy = GenerationConfig(
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-    )
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), generation_config=greedy
-        )
-    found: list[int] = out[0, len(ids) :].tolist()
-    return found
+    device = next(model.parameters()).device
+    return [
+        section.decoded(written(model.generate, ids, new_tokens, ends, device)) for ids in tokens
+    ]

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from torch import nn
 
-from dpfed.api.options import Options, split
+from dpfed.api.options import Options, Terms, split
 from dpfed.config import Config, LabelTask, build, nearest, overlay
 from dpfed.config.key_history import ADDED
 from dpfed.config.parsing import layer_of
@@ -141,6 +141,11 @@ def _refuse_unknown(switches: Mapping[str, Any]) -> None:
 def task_of(options: Mapping[str, Any]) -> LabelTask:
     """Return what a label is, by the keyword `task` or the setting model.task."""
     task = setting(tables_of(options), "model.task")
+    known = get_args(get_args(get_type_hints(Terms)["task"])[0])
+    if task is not None and task not in known:
+        raise DpfedError(
+            f"task = {task!r} must be one of {', '.join(known)}{nearest(str(task), known)}"
+        )
     return task if task in ("regress", "multilabel") else "classify"
 
 

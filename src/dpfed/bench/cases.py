@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from dpfed.bench.llama import LLAMAS, random_llama, text_of
 from dpfed.config import LoraSection, ModelSection
+from dpfed.errors import DpfedError
 from dpfed.model.build import AssembledModel, assemble
 from dpfed.model.causal_loss import scores_of
 from dpfed.model.export_files import ImageInput
+from dpfed.model.frozen.quantised import Quantize
 from dpfed.model.per_sample.gradients import cast
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
@@ -22,18 +25,21 @@ from dpfed.privacy.record_batch import Records
 
 # Smallest number of synthetic records. A case has at least twice the records of a step.
 MIN_RECORDS = 512
+ON_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
     """One case to measure.
 
-    model    name of a model of `dpfed list models` or of `SMALL`
-    spec     kind and shape of the inputs, and number of classes
-    clients  number S of clients
-    batch    number B of records of each client
-    rank     rank of LoRA
-    train    trained part of the model
+    model       name of a model of `dpfed list models`, of `SMALL` or of `LLAMAS`
+    spec        kind and shape of the inputs, and number of classes
+    clients     number S of clients
+    batch       number B of records of each client
+    rank        rank of LoRA
+    train       trained part of the model
+    checkpoint  True: layers keep only their inputs (`model.gradient_checkpointing`)
+    quantize    how frozen layers are stored (`model.quantize`), for a Llama
     """
 
     model: str
@@ -42,20 +48,37 @@ class Case:
     batch: int = 16
     rank: int = 16
     train: Literal["lora", "full"] = "lora"
+    checkpoint: bool = False
+    quantize: Quantize = "none"
+
+    def __post_init__(self) -> None:
+        if self.quantize != "none" and self.model not in LLAMAS:
+            raise DpfedError(
+                f"{self.model} is not measured with quantised weights: choose a case from "
+                f"{', '.join(LLAMAS)}"
+            )
 
     @property
     def union(self) -> int:
         """Number of records of all clients together."""
         return self.clients * self.batch
 
-    def build(self) -> AssembledModel:
+    def build(
+        self, dtype: torch.dtype = torch.float32, device: torch.device = ON_CPU
+    ) -> AssembledModel:
         """Return the model with its dropout set to 0.
 
         Some of the compared implementations cannot draw dropout record by record.
+
+        dtype   dtype of the frozen weights of a Llama
+        device  where a Llama's random weights are made, which takes minutes on a CPU
         """
         lora = LoraSection(r=self.rank, alpha=2.0 * self.rank)
-        if self.model in SMALL:
-            section: ModelSection = _Small(train=self.train, lora=lora, case=self.model)
+        if self.model in LLAMAS:
+            section: ModelSection = random_llama(self.model, self.quantize, dtype, device)
+            section = replace(section, train=self.train, lora=lora)
+        elif self.model in SMALL:
+            section = _Small(train=self.train, lora=lora, case=self.model)
         else:
             weights = None if self.model == "glyph-vit" else "random"
             section = REGISTRY[self.model](weights=weights, train=self.train, lora=lora)
@@ -68,9 +91,12 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
+        """Return synthetic records; texts fill their public length."""
         count = max(MIN_RECORDS, 2 * self.union)
         inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
-        labels = torch.arange(count) % self.spec.classes
+        if self.model in LLAMAS:
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        labels = torch.arange(count) % max(self.spec.classes, 1)
         return Records({name: x.to(device) for name, x in inputs.items()}, labels.to(device))
 
 
@@ -113,10 +139,13 @@ GPU = (
     Case("vit-base", InputSpec("image", "pixel_values", (3, 224, 224), 100)),
     Case("swin-base", InputSpec("image", "pixel_values", (3, 224, 224), 100)),
     Case("roberta-base", InputSpec("text", "input_ids", (128,), 2, vocabulary=50265)),
+    Case("llama-1b", text_of("llama-1b", 512), clients=4, batch=4),
+    Case("llama-8b", text_of("llama-8b", 512), clients=4, batch=4),
 )
 CPU = (
     Case("vit-6x192", InputSpec("image", "pixel_values", (3, 32, 32), 10)),
     Case("glyph-vit", InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0), rank=2),
+    Case("llama-tiny", text_of("llama-tiny", 64), clients=4, batch=4),
 )
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, count the bytes of all new tensors that are alive at the same time.
 
     Tensors that exist before, such as a model's weights, are not counted. Neither is the working
@@ -22,9 +22,9 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: int = 0
+        self.peak: int = 0
         self._known: dict[int, weakref.finalize[Any, Any]] = {}
 
     def __torch_dispatch__(
@@ -59,6 +59,7 @@ class PeakMemory(TorchDispatchMode):
 
 def peak_bytes(compute: Any) -> int:
     """Return the largest number of bytes of new tensors while `compute()` runs."""
-    with PeakMemory() as memory, torch.autograd.set_multithreading_enabled(False):
+    memory = PeakMemory()
+    with memory, torch.autograd.set_multithreading_enabled(False):
         compute()
     return memory.peak

@@ -19,10 +19,14 @@ from typing import Any
 import torch
 
 from dpfed.bench.cases import Case
+from dpfed.bench.peak_memory import peak_bytes
 from dpfed.bench.steps import Step, captured, one_by_one, opacus, private, union
 from dpfed.privacy.fixed_shape_sum import slots_for
 
-INSTALL = {"opacus": "pip install 'opacus>=1.6,<1.7'"}
+INSTALL = {
+    "opacus": "pip install 'opacus>=1.6,<1.7'",
+    "opake": "pip install 'opake[transformers]>=0.16,<0.17'",
+}
 OTHERS = (
     "pfl and Flower need environments of their own: benchmarks/peers/run.py names the commands and "
     "measures whole rounds"
@@ -40,6 +44,7 @@ class Measured:
     setup         seconds from the start of the preparation to the first timed step
     failed        the reason why there is no timing, or None
     processor     median milliseconds of processor time (CPU only)
+    created       largest memory in MiB of the tensors that a step creates (CPU only)
     """
 
     way: str
@@ -48,6 +53,7 @@ class Measured:
     setup: float | None = None
     failed: str | None = None
     processor: float | None = None
+    created: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,15 @@ class Comparison:
     clients: int
     batch: int
     ways: tuple[Measured, ...]
+    checkpoint: bool = False
+    quantize: str = "none"
 
     def of(self, way: str) -> Measured | None:
         return next((m for m in self.ways if m.way == way), None)
+
+    def records_per_second(self, way: str) -> float | None:
+        milliseconds = getattr(self.of(way), "milliseconds", None)
+        return 1e3 * self.clients * self.batch / milliseconds if milliseconds else None
 
     def ratio(self, one: str, other: str) -> float | None:
         """Return the wall-clock time of `one`, divided by the wall-clock time of `other`."""
@@ -124,9 +136,10 @@ def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measu
         first = turn % max(len(order), 1)
         for name in order[first:] + order[:first]:
             times[name].append(_timed(ready[name][0], cuda=False))
-    for name, (_, setup) in ready.items():
+    for name, (step, setup) in ready.items():
         clock, processor = map(median, zip(*times[name], strict=True))
-        found[name] = Measured(name, clock, setup=setup, processor=processor)
+        created = peak_bytes(step) / 2**20
+        found[name] = Measured(name, clock, None, setup, None, processor, created)
     return tuple(found[name] for name, _ in ways)
 
 
@@ -205,7 +218,7 @@ def compare(
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
         else:
             found = measure_in_turn(ways, repeats, warm)
-    return Comparison(case.model, case.clients, case.batch, found)
+    return Comparison(case.model, case.clients, case.batch, found, case.checkpoint, case.quantize)
 
 
 def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, Any]:
@@ -233,7 +246,8 @@ def entry(found: Comparison) -> dict[str, Any]:
         }
         for measured in found.ways
     }
-    return {**asdict(found), "times_private": ratios}
+    speeds = {way.way: found.records_per_second(way.way) for way in found.ways}
+    return {**asdict(found), "times_private": ratios, "records_per_second": speeds}
 
 
 def version_of(package: str) -> str | None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from dpfed.bench.cases import Case, logits_of
 from dpfed.model.causal_loss import scores_of, scores_of_logits
+from dpfed.model.fast_paths.checkpointing import checkpoint_layers
+from dpfed.model.frozen.quantised import set_dtype
 from dpfed.model.per_sample.gradients import Batch, PerSample, cast, trainable
 from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
@@ -24,6 +26,30 @@ from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape
 Step = Callable[[], Any]
 CLIP = 0.1
 SIGMA = 1.0
+
+
+def _private_model(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[PerSample, Tensor]:
+    """Return the model with per-sample gradients, and its weights for each client `[S, P]`."""
+    parts = case.build(dtype, device)
+    built = parts.built
+    model = parts.adapted.model
+    space = parts.space.to(device)
+    theta = space.flatten(trainable(model)).float().to(device).expand(case.clients, -1).clone()
+    # Convert the weights before they move, because twice their memory may not fit.
+    set_dtype(model, dtype)
+    model.to(device)
+
+    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
+        prepared = cast(built.prepare(dict(inputs)), ready.dtype)
+        return scores_of(built.task, model, weights, prepared, inputs)
+
+    ready = PerSample(model, space, forward, built.task, built.rows)
+    ready.to(dtype)
+    if case.checkpoint:
+        ready.checkpoint()
+    return ready, theta
 
 
 def private(
@@ -34,21 +60,10 @@ def private(
     The step computes one pass with `slots` slots, of which S·B hold a record. It draws noise for
     every client and leaves out the two bias corrections of the method.
     """
-    parts = case.build()
-    built = parts.built
-    model = parts.adapted.model.to(device)
-    space = parts.space.to(device)
-    theta = space.flatten(trainable(model)).expand(case.clients, -1).clone()
-
-    def forward(model: torch.nn.Module, weights: dict[str, Tensor], inputs: Batch) -> Tensor:
-        prepared = cast(built.prepare(dict(inputs)), ready.dtype)
-        return scores_of(built.task, model, weights, prepared, inputs)
-
-    ready = PerSample(model, space, forward, built.task, built.rows)
-    ready.to(dtype)
+    ready, theta = _private_model(case, device, dtype)
     if compiled:
         ready.compile()
-    shape = PassShape(case.clients, slots, space.size)
+    shape = PassShape(case.clients, slots, theta.shape[1])
     total = FixedSum(ready, case.records(device), Clipping(), None, shape)
     index = torch.arange(slots, device=device)
     client = (index * case.clients // slots).clamp_max(case.clients - 1)
@@ -76,14 +91,20 @@ def private(
     return step
 
 
-def _plain(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, list[Tensor]]:
-    parts = case.build()
-    model = parts.adapted.model.to(device).to(dtype)
+def plain_model(
+    case: Case, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any, list[Tensor]]:
+    parts = case.build(dtype, device)
+    model = parts.adapted.model
+    set_dtype(model, dtype)
+    model.to(device)
     return parts, model, [p for p in model.parameters() if p.requires_grad]
 
 
 def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) -> Step:
-    parts, model, tensors = _plain(case, device, dtype)
+    parts, model, tensors = plain_model(case, device, dtype)
+    if case.checkpoint:
+        checkpoint_layers(model)
     cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=cuda, capturable=cuda)
     records = case.records(device)
@@ -120,7 +141,9 @@ def captured(step: Step, warm: int = 3) -> Step:
 
 def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     """Return a step that trains each client's own adapters in turn, as simulators do."""
-    parts, model, tensors = _plain(case, device, dtype)
+    parts, model, tensors = plain_model(case, device, dtype)
+    if case.checkpoint:
+        checkpoint_layers(model)
     optimizer = torch.optim.AdamW(tensors, lr=1e-4, fused=device.type == "cuda")
 
     def train(inputs: dict[str, Tensor], labels: Tensor) -> None:
@@ -128,10 +151,10 @@ def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return _client_by_client(case, device, tensors, train)
+    return client_by_client(case, device, tensors, train)
 
 
-def _client_by_client(
+def client_by_client(
     case: Case,
     device: torch.device,
     tensors: list[Tensor],
@@ -160,7 +183,9 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
-    parts, model, tensors = _plain(case, device, dtype)
+    if case.checkpoint:
+        raise ValueError("its hooks see each layer twice if layers are checkpointed")
+    parts, model, tensors = plain_model(case, device, dtype)
     model.train()
     wrapped = GradSampleModule(model, loss_reduction="mean")
     optimizer = DPOptimizer(
@@ -178,4 +203,4 @@ def opacus(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _client_by_client(case, device, tensors, train)
+    return client_by_client(case, device, tensors, train)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpfed.cli.options import AsJson, Debug, Overrides, Target, settings_of, show
-from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
+from dpfed.privacy.published import (
+    show_delta,
+    show_loss,
+    show_lower_bound,
+    show_score,
+    show_setting,
+)
 
 if TYPE_CHECKING:
+    from dpfed.config import Config
     from dpfed.training.auditing.audit import Audit
 
 DISPROVED = 4
@@ -34,6 +42,11 @@ def audit(
     own_model: Annotated[
         bool, typer.Option("--own-model", help="audit the job's own model and records too")
     ] = False,
+    server: Annotated[
+        bool,
+        typer.Option("--server", help="search thetas at which one record moves others instead"),
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="time of the search of --server")] = 60.0,
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,6 +64,8 @@ def audit(
 
     # Use one thread: with many small tensors, more threads are slower.
     torch.set_num_threads(1)
+    if server:
+        return attack(settings, seconds, as_json)
     found = run_audit(prepare(settings), canaries, confidence, own_model)
     reasons = list(disproofs(found.reports, found.laws))
     show(table(found, confidence, reasons), plain(found, confidence, reasons), as_json)
@@ -96,3 +111,26 @@ def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]
         "audits": [{key: getattr(r, key) for key in REPORT_KEYS} for r in found.reports],
         "laws": [{key: getattr(law, key) for key in LAW_KEYS} for law in found.laws],
     }
+
+
+def attack(settings: Config, seconds: float, as_json: bool) -> None:
+    """Search as a malicious server would, and print the largest movement of a clipped sum."""
+    from dpfed.training.auditing.server_attack import attack_server
+    from dpfed.training.job.job import prepare
+
+    found = attack_server(prepare(settings), seconds)
+    moved = show_score(found.moved, 6)
+    lines = [
+        f'isolation = "{found.isolation}": deleting one of {found.units} units moved the clipped '
+        f"sum by at most {moved} C, over {found.thetas} thetas",
+    ]
+    if found.broken:
+        lines.append("DISPROVED: with exact isolation the sum moves by at most C")
+    elif found.isolation == "fast" and found.moved > 1:
+        lines.append(
+            "more than C: a server that chooses theta learns more than epsilon states; "
+            'simulations do not need it, others set privacy.isolation = "exact"'
+        )
+    show(lines, {**asdict(found), "disproved": found.broken}, as_json)
+    if found.broken:
+        raise typer.Exit(DISPROVED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,12 @@ def bench(
     repeats: Annotated[
         int, typer.Option(min=1, help="timed steps, of which the median counts")
     ] = 15,
+    clients: Annotated[int | None, typer.Option(min=1, help="number of clients S")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="records of each client")] = None,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="with model.gradient_checkpointing = true")
+    ] = False,
+    quantize: Annotated[str, typer.Option(help="model.quantize: none, int8 or 4bit")] = "none",
     out: Annotated[Path | None, typer.Option(help="write the figures to this JSON file")] = None,
     debug: Debug = False,
     as_json: AsJson = False,
@@ -37,11 +44,17 @@ def bench(
     Example: dpfed bench --case vit-6x192
     """
     from dpfed.bench.run import OTHERS, compare, plain
+    from dpfed.model.frozen.quantised import LIBRARY
     from dpfed.training.job.device import device_of
 
     where = device_of(device)
+    if quantize not in ("none", *LIBRARY):
+        raise DpfedError(f"--quantize {quantize}: choose from none, {', '.join(LIBRARY)}")
+    changes: dict[str, Any] = {"clients": clients, "batch": batch, "quantize": quantize}
+    changes = {key: value for key, value in changes.items() if value is not None}
     found = []
-    for case in _chosen(cases, ways or [], where):
+    for chosen in _chosen(cases, ways or [], where):
+        case = replace(chosen, checkpoint=checkpoint, **changes)
         found.append(compare(case, where, repeats, only=ways or None))
         print(*lines(found[-1]), sep="\n", flush=True)
     figures: dict[str, Any] = plain(found, where)
@@ -78,15 +91,19 @@ def lines(comparison: Any) -> list[str]:
 
     The table also has the ratio of each time to the time of dpfed's private step.
     """
+    settings = ", checkpointed" if comparison.checkpoint else ""
+    if comparison.quantize != "none":
+        settings += f", {comparison.quantize} base"
     shown = [
         f"{comparison.case}: {comparison.clients} clients x {comparison.batch} records, "
-        "one local step"
+        f"one local step{settings}"
     ]
     for way in comparison.ways:
         if way.milliseconds is None:
             shown.append(f"  {way.way:22} -  {way.failed}")
             continue
-        line = f"  {way.way:22} {way.milliseconds:9.1f} ms "
+        speed = comparison.records_per_second(way.way)
+        line = f"  {way.way:22} {way.milliseconds:9.1f} ms {speed:8.1f} records/s "
         ratio = comparison.ratio(way.way, "private")
         if ratio is not None:
             line += f"{ratio:6.2f} x the private step"
@@ -95,5 +112,7 @@ def lines(comparison: Any) -> list[str]:
         ratio = comparison.processor_ratio(way.way, "private")
         if ratio is not None:
             line += f"   CPU time {way.processor:9.1f} ms {ratio:6.2f} x"
+        if way.created is not None:
+            line += f"   new tensors {way.created:.1f} MiB"
         shown.append(line)
     return shown

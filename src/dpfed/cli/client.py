@@ -61,8 +61,8 @@ def client(
         say(f"{name} takes part with {', '.join(settings.client.servers)} at {address}")
         if own.on_gpu and settings.policy.isolation == "exact":
             say(
-                "note: exact isolation was tested on CPUs; "
-                "on a GPU it rests on deterministic kernels"
+                "note: exact isolation was measured on CPUs; "
+                "on a GPU it rests on the test of places before training"
             )
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")

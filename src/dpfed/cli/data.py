@@ -56,7 +56,8 @@ def describe(
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
-    source = configured_source(settings.data, settings.model)
+    # A client's own table needs no test set to be described.
+    source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
     found = plain(settings, source, shards, counts)
@@ -66,7 +67,7 @@ def describe(
     if targets:
         found["targets"] = {part: asdict(counted_part) for part, counted_part in targets.items()}
         found["warnings"] += lost_warnings(settings, targets)
-    shown_table = table(counts, source.classes, shards.names) if source.classes else []
+    shown_table = table(counts, source.classes, shards.names) if counts.shape[1] else []
     lines = [
         *opening(settings, source, found["inputs"]),
         *target_lines(settings, targets),
@@ -77,7 +78,7 @@ def describe(
         f"NOTE: {found['release']}",
     ]
     if plot is not None:
-        if not source.classes:
+        if not counts.shape[1]:
             raise DpfedError("--plot draws the labels of the clients, and these data have none")
         from dpfed.report.figures.plots import label_table
 
@@ -92,6 +93,10 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
     import numpy as np
 
     labels = source.train.labels
+    if source.task == "regress":
+        return np.zeros((len(shards), 0), dtype=np.int64)
+    if source.task == "multilabel":
+        return np.stack([labels[shards.of(client)].sum(0) for client in range(len(shards))])
     rows = [
         np.bincount(labels[shards.of(client)], minlength=len(source.classes))
         for client in range(len(shards))
@@ -109,7 +114,9 @@ def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
         return {}
     if not model.is_causal(len(source.classes)):
         return {}
-    parts = {"train": source.train.inputs, "test": source.test.inputs}
+    parts = {"train": source.train.inputs}
+    if source.test is not source.train:
+        parts["test"] = source.test.inputs
     return {part: model.target_counts(inputs, part) for part, inputs in parts.items()}
 
 
@@ -149,13 +156,24 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
     more = ", ..." if len(source.classes) > SHOWN_CLASSES else ""
     origin = "" if source.declared else " (read off the labels)"
     classes = f"{len(source.classes)} classes{origin}: {names}{more}"
+    test = f"{len(source.test):,} of the test set"
+    if source.test is source.train:
+        test = "no test set"
     return [
-        f"{settings.data.name}: {len(source.train):,} training records of the clients, "
-        f"{len(source.test):,} of the test set",
+        f"{settings.data.name}: {len(source.train):,} training records of the clients, {test}",
         f"each: {each}",
-        classes if source.classes else "no labels",
+        _label_line(source, classes),
         f"partition: {rule(settings)}",
     ]
+
+
+def _label_line(source: Source, classes: str) -> str:
+    """Return the line on the labels; `classes` is the text for classes."""
+    if source.task == "regress":
+        return f"labels are numbers: {source.classes[0]}"
+    if source.task == "multilabel":
+        return f"several labels for a record: {classes}"
+    return classes if source.classes else "no labels"
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
@@ -204,7 +222,7 @@ def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) 
         "name": settings.data.name,
         "kind": source.kind,
         "train": len(source.train),
-        "test": len(source.test),
+        "test": 0 if source.test is source.train else len(source.test),
         "classes": list(source.classes),
         "declared": source.declared,
         "inputs": inputs,

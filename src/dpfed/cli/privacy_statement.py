@@ -31,15 +31,20 @@ def show_published(targets: list[str], statement: bool, ledgers: bool, as_json: 
 
 
 def show_statement(folder: Path, as_json: bool) -> None:
-    """Print the statement of a run as one page, and write it as JSON into the run's folder."""
-    from dpfed.report.statement.build import statement_of_run, write_statement
+    """Print a run's statement as one page; write its JSON and a registry draft to the folder."""
+    from dpfed.report.statement.build import statement_of_run, write_json, write_statement
+    from dpfed.report.statement.registry import registry_entry
     from dpfed.report.statement.text import page
-    from dpfed.training.run_folder.files import STATEMENT
+    from dpfed.training.run_folder.files import REGISTRY_ENTRY, STATEMENT
 
     statement = statement_of_run(folder)
     print(page(statement), flush=True)
     write_statement(statement, folder / STATEMENT)
-    show(["", f"written to {folder / STATEMENT}"], statement.as_dict(), as_json)
+    lines = ["", f"written to {folder / STATEMENT}"]
+    if statement.guarantee is not None:
+        write_json(registry_entry(statement), folder / REGISTRY_ENTRY)
+        lines.append(f"draft for the registry of DP deployments: {folder / REGISTRY_ENTRY}")
+    show(lines, statement.as_dict(), as_json)
 
 
 def show_ledgers(folders: list[Path], as_json: bool) -> None:

@@ -14,6 +14,7 @@ Partition = Literal["dirichlet_equal", "dirichlet_classwise", "iid", "natural"]
 CountOrAuto = Annotated[int, Ge(1)] | Literal["auto"]
 BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
 CohortChoice = Literal["balanced", "uniform"]
+MessageFormat = Literal["float32", "bf16", "int8"]
 BoolOrAuto = bool | Literal["auto"]
 # What a label of a record is: a class, a number, or for each class 0 or 1.
 LabelTask = Literal["classify", "regress", "multilabel"]
@@ -172,7 +173,7 @@ class PrivacySection:
     ] = "auto"
     isolation: Annotated[
         Literal["exact", "fast"],
-        "exact: one record in a pass, so that no record can change another's gradient",
+        "exact: records at drawn places, so that no record can change another's gradient",
     ] = "fast"
 
 
@@ -275,7 +276,7 @@ class RunSection:
 class FederationSection:
     """[federation]: what a server needs to know about its real clients. All values are public.
 
-    Simulations ignore this section.
+    Simulations use `upload` and `download`, and ignore the rest.
     """
 
     clients: Annotated[
@@ -286,6 +287,13 @@ class FederationSection:
         str, MinLen(1), "name of this server, as clients have it in client.servers"
     ] = "server"
     timeout: Annotated[float, Gt(0), "seconds that a round waits for answers"] = 600.0
+    upload: Annotated[
+        MessageFormat,
+        "numbers in clients' messages; int8: a quarter of the bytes, rounded at random after noise",
+    ] = "float32"
+    download: Annotated[
+        MessageFormat, "numbers in the server's messages; second moments stay in float32"
+    ] = "float32"
     retries: Annotated[
         int, Ge(0), "how often other clients are asked when too few have answered"
     ] = 1

@@ -69,6 +69,20 @@ def forms_in(columns: Collection[str]) -> list[Form]:
     return [form for form in (TEXT, COMPLETION, CHAT) if set(form) <= set(columns)]
 
 
+def refuse_half(columns: Collection[str], label: str) -> None:
+    """Raise DpfedError for a table without labels that has prompts but no completions, or reverse.
+
+    label  the table in messages
+    """
+    found = [name for name in COMPLETION if name in columns]
+    if len(found) == 1:
+        (absent,) = set(COMPLETION) - set(found)
+        raise DpfedError(
+            f"{label} has the column {found[0]!r} without {absent!r}: a language model learns "
+            "completions of prompts, so give both"
+        )
+
+
 def mixed(forms: Iterable[Form], label: str, remedy: str) -> DpfedError:
     """Return the error for a table with columns of several forms, such as texts and chats."""
     names = " and ".join(form[-1] for form in forms)

@@ -4,7 +4,7 @@ These forms are data sets:
 - a dictionary of columns, a data frame, or a Hugging Face dataset
 - a pair `(X, y)` of inputs and labels; X is an array, a list of texts or images, or a data frame
 - a torch `Dataset` whose items are pairs `(x, y)` or dictionaries
-- a list of records, which are pairs `(x, y)` or dictionaries
+- a list of records, which are pairs `(x, y)`, dictionaries, or texts for a language model
 A list or a dictionary of data sets has one data set for each client.
 """
 
@@ -24,7 +24,8 @@ TEXT = "text"
 PROMPT = "prompt"
 CHAT = "messages"
 WAYS = (
-    "a dictionary of columns, a data frame, a dataset, a pair (X, y) of arrays or a torch Dataset"
+    "a dictionary of columns, a data frame, a dataset, a list of dictionaries or of texts, "
+    "a pair (X, y) of arrays or a torch Dataset"
 )
 
 
@@ -51,6 +52,8 @@ def columns_of(data: Any, part: str) -> dict[str, Any]:
         return {str(name): data[name] for name in _column_names(data)}
     if isinstance(data, list) and data and _is_record(data[0]):
         return _from_items(data, part)
+    if isinstance(data, list) and data and all(isinstance(text, str) for text in data):
+        return {TEXT: data}
     if isinstance(data, tuple) and len(data) == 2:
         return {**_inputs_column(data[0]), "label": plain(data[1])}
     if _is_map_style(data):

@@ -79,8 +79,8 @@ class Policy:
     ] = 1e4
     isolation: Annotated[
         Isolation,
-        "exact: one record in a pass, so that a server cannot choose a theta at which one record "
-        "changes the gradients of others; fast: for servers you trust",
+        "exact: records at drawn places, so that a server cannot choose a theta at which one "
+        "record changes the gradients of others; fast: for servers you trust",
     ] = "exact"
     evaluate: Annotated[
         bool, "answer with noised counts of right answers on held-out records, which are charged"

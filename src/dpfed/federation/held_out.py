@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from dpfed.federation.messages import ScoringTerms
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.grid_noise import COUNT_STEP
+from dpfed.privacy.isolation.turns import order_at_places
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Noise
-from dpfed.privacy.oracle import Isolation
 from dpfed.privacy.published import show_loss, show_score
 from dpfed.privacy.record_batch import Records
 from dpfed.training.run_folder.atomic_file import write_file
@@ -148,26 +148,34 @@ def noised_counts(
     held_out: HeldOut,
     sigma: float,
     noise: Noise,
-    isolation: Isolation = "exact",
+    draws: np.random.Generator | None,
 ) -> Tensor:
     """Return the noised counts of right and wrong answers on the held-out units, `[2]`.
 
-    Both counts are multiples of `COUNT_STEP`. With `isolation` = "exact", each record is computed
-    in a pass of its own, so that no unit influences the answers for other units.
+    Both counts are multiples of `COUNT_STEP`.
 
     sigma  standard deviation of the noise on each count
+    draws  draws the records' places in passes with exact isolation, so that no unit influences the
+           answers for other units (privacy/isolation/turns.py); None for passes of many records
     """
     records, shards = held_out.records, held_out.shards
     assert model.task.correct is not None
-    size = 1 if isolation == "exact" else model.rows
-    # Begin with an empty tensor, so that `torch.cat` also works without held-out records.
-    shares = [torch.zeros(0, dtype=torch.float64)]
-    for first in range(0, len(records.labels), size):
-        rows = torch.arange(first, min(first + size, len(records.labels)), device=theta.device)
-        inputs, labels = records.take(rows)
+    count = len(records.labels)
+    if draws is None:
+        rows = np.arange(count)
+        passes = [rows[first : first + model.rows] for first in range(0, count, model.rows)]
+    else:
+        place = draws.integers(model.places, size=count)
+        passes = list(order_at_places(place, model.places))
+    shares = np.zeros(count)
+    for record in passes:
+        used = record >= 0
+        # An empty place repeats a record, and its answer is not used.
+        filled = np.where(used, record, record.max())
+        inputs, labels = records.take(torch.from_numpy(filled).to(theta.device))
         correct = model.task.correct(model.scores(theta, inputs), labels)
-        shares.append(correct.double().nan_to_num().clamp(0, 1).cpu())
-    right = torch.cat(shares).numpy()[shards.records]
+        shares[record[used]] = correct.double().nan_to_num().clamp(0, 1).cpu().numpy()[used]
+    right = shares[shards.records]
     records_per_unit = np.diff(shards.units)
     unit_of_record = np.repeat(np.arange(len(shards.units) - 1), records_per_unit)
     means = np.bincount(unit_of_record, right) / records_per_unit
@@ -206,15 +214,15 @@ class Score:
 
 
 def score_of(
-    t: int, counts: Mapping[str, tuple[float, float]], sigma: float, requests: int, delta: float
+    t: int, counts: Sequence[tuple[float, float]], sigma: float, requests: int, delta: float
 ) -> Score | None:
     """Return the score of all clients together; None if the counts add up to 0 or less.
 
-    counts    the noised numbers (right, wrong) of each client, by client name
+    counts    the noised numbers (right, wrong) of each client
     sigma     standard deviation of the noise on each count
     requests  number of requests for counts that each client got in this run so far
     """
-    right, wrong = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+    right, wrong = (sum(pair[i] for pair in counts) for i in (0, 1))
     units = right + wrong
     if not units > 0:
         return None

@@ -1,12 +1,14 @@
 """Messages between a server and a client: safetensors bytes, checked before use.
 
     8 bytes    length of the header, little-endian
-    header     JSON: name, dtype F32 and shape of each tensor; `__metadata__` has all other fields
+    header     JSON: name, dtype and shape of each tensor; `__metadata__` has all other fields
     numbers    the tensors, one after another
 
 The receiver checks the length before it reads the header. Nothing is unpickled, and bad bytes raise
-`MessageError` only. The receiver derives the expected names and shapes from its own model and
-algorithm (`training.job.message_size.meta_message`), never from the message.
+`MessageError` only. The receiver derives the expected layout
+(`training.messages.message_format`) from its own model and algorithm, never from the message. The
+fields of a message are the tensors that are sent. `read_fields` checks them against the layout and
+returns the vectors.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from dpfed.config import parse
+from dpfed.config import MessageFormat, parse
 from dpfed.errors import DpfedError
 from dpfed.privacy.clipping import CLIPS, Clipping
+from dpfed.training.messages.message_format import SCALE, Layout, decode
 
-FORMAT = 1
+FORMAT = 2
 HEADER_LIMIT = 1 << 20
 MAX_INTEGER = 2**62
 # Largest number of rounds, steps or clients. The product of two such numbers stays below 2^63.
@@ -40,7 +43,9 @@ MAX_ALGORITHM_VALUE = 1e6
 # client's policy) and for deltas (`norm_limit` of the server).
 MAX_TENSOR_VALUE = 1e10
 
-Shapes = Mapping[str, tuple[int, ...]]
+# The types of a message's numbers, as safetensors and torch name them.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8}
+DTYPE_OF_FORMAT = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 Name = Annotated[str, MinLen(1), MaxLen(200)]
 Hash = Annotated[str, MaxLen(64)]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
@@ -110,6 +115,7 @@ class Terms(AnyTerms):
     equal_phi       True if the noise of all clients has the same variance
     used            last round in which the server used a message of this client; 0 if none
     max_rounds      largest number of rounds of this client in the run; 0 for no cap
+    upload, download  formats of the vectors in the reply and in this request
     """
 
     rounds: Count
@@ -126,6 +132,8 @@ class Terms(AnyTerms):
     equal_phi: bool
     used: OptionalCount
     max_rounds: OptionalCount
+    upload: MessageFormat
+    download: MessageFormat
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to train; `fields` has the tensors that the server broadcasts, by name."""
+    """A request to train; `fields` has the tensors that the server sends, by name."""
 
     terms: Terms
     fields: dict[str, Tensor]
@@ -198,8 +206,7 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
     table = {"format": FORMAT, "kind": kind, **dataclasses.asdict(terms)}
     text = json.dumps(table, sort_keys=True, allow_nan=False)
     tensors = {
-        name: value.detach().to("cpu", torch.float32).contiguous().clone()
-        for name, value in message.fields.items()
+        name: value.detach().cpu().contiguous().clone() for name, value in message.fields.items()
     }
     # Store all terms under one key: safetensors does not keep the order of several keys, and equal
     # messages must have equal bytes.
@@ -209,23 +216,25 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
 def unpack_request(data: bytes, limit: int) -> Request | ScoringRequest:
     """Return the request that `data` contains; it may have at most `limit` bytes.
 
-    This function does not check the tensors. The caller has to do this with `check_fields`.
+    This function does not check the tensors. The caller has to do this with `read_fields`.
     """
     request: Request | ScoringRequest = _unpack(data, limit, ("request", "scoring"))
     return request
 
 
 def unpack_reply(
-    data: bytes, shapes: Shapes, terms: AnyTerms, request: str, norm_limit: float
+    data: bytes, layout: Layout, terms: AnyTerms, request: str, norm_limit: float
 ) -> Reply:
     """Return the reply that `data` contains, after checking that it answers the request.
 
-    shapes      shape of each tensor that the reply must have
+    The fields of the result are float32 vectors.
+
+    layout      the vectors that the reply must have, with their formats
     terms       terms of the request
     request     hash of the request's bytes
     norm_limit  largest allowed Euclidean norm of the tensor `delta`
     """
-    limit = 8 + HEADER_LIMIT + 4 * sum(math.prod(shape) for shape in shapes.values())
+    limit = 8 + HEADER_LIMIT + sum(field.bytes for field in layout.values())
     reply: Reply = _unpack(data, limit, ("reply",))
     expected = {
         "run": terms.run,
@@ -237,27 +246,62 @@ def unpack_reply(
         found = getattr(reply.receipt, name)
         if found != right:
             raise MessageError(f"the reply is for {name} {found!r}, not {right!r}")
-    check_fields(reply.fields, shapes)
-    norm = float(reply.fields["delta"].double().norm()) if "delta" in reply.fields else 0.0
+    reply = Reply(reply.receipt, read_fields(reply.fields, layout))
+    norm = _norm(reply.fields["delta"]) if "delta" in reply.fields else 0.0
     if not norm <= norm_limit:
         raise MessageError(f"delta has norm {norm:g}, and no honest one passes {norm_limit:g}")
     return reply
 
 
-def check_fields(fields: Mapping[str, Tensor], shapes: Shapes) -> None:
-    """Raise MessageError if the tensors have wrong names, shapes or values.
+def read_fields(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Return the float32 vectors of a message from the tensors that were sent.
 
-    `shapes` comes from the receiver's own model, never from the message.
+    Raise MessageError if tensors have wrong names, formats, lengths or values. `layout` comes from
+    the receiver's own model and algorithm, never from the message.
     """
-    if fields.keys() != shapes.keys():
-        raise MessageError(f"the message holds {sorted(fields)}, not {sorted(shapes)}")
+    for name, field in layout.items():
+        found = sent[name].dtype if name in sent else DTYPE_OF_FORMAT[field.format]
+        if found != DTYPE_OF_FORMAT[field.format]:
+            was = next(f for f, dtype in DTYPE_OF_FORMAT.items() if dtype == found)
+            raise MessageError(f"{name} is in {was}, and {field.format} was asked for")
+    sizes = _sent_sizes(layout)
+    if sent.keys() != sizes.keys():
+        raise MessageError(f"the message holds {sorted(sent)}, not {sorted(sizes)}")
+    for name, value in sent.items():
+        if tuple(value.shape) != (sizes[name],):
+            raise MessageError(f"{name} has shape {tuple(value.shape)}, not ({sizes[name]},)")
+        if name not in layout:
+            _check_scales(name, value)
+    fields = decode(sent, layout)
     for name, value in fields.items():
-        if tuple(value.shape) != tuple(shapes[name]):
-            raise MessageError(f"{name} has shape {tuple(value.shape)}, not {tuple(shapes[name])}")
-        if not bool(value.isfinite().all()):
+        # This norm is the largest absolute value, or NaN. It needs no copy of the vector.
+        largest = float(torch.linalg.vector_norm(value, math.inf)) if len(value) else 0.0
+        if not math.isfinite(largest):
             raise MessageError(f"{name} holds numbers that are not finite")
-        if value.numel() and float(value.abs().max()) > MAX_TENSOR_VALUE:
+        if largest > MAX_TENSOR_VALUE:
             raise MessageError(f"{name} holds numbers beyond {MAX_TENSOR_VALUE:g}")
+    return fields
+
+
+def _norm(value: Tensor) -> float:
+    """Return the Euclidean norm in float64, without a float64 copy of the whole vector."""
+    return math.hypot(*(float(piece.double().norm()) for piece in value.split(1 << 20)))
+
+
+def _sent_sizes(layout: Layout) -> dict[str, int]:
+    """Return the length of each tensor that is sent, by name."""
+    sizes = {name: field.size for name, field in layout.items()}
+    scales = {name + SCALE: field.scales for name, field in layout.items() if field.scales}
+    return sizes | scales
+
+
+def _check_scales(name: str, scales: Tensor) -> None:
+    if scales.dtype != torch.float32:
+        raise MessageError(f"{name} is not in float32")
+    if not bool(scales.isfinite().all()):
+        raise MessageError(f"{name} holds scales that are not finite")
+    if bool((scales < 0).any()):
+        raise MessageError(f"{name} holds negative scales")
 
 
 def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
@@ -275,7 +319,7 @@ def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
         table = _json_object(entries.pop("__metadata__")["dpfed"])
         if not all(_is_vector(name, entry) for name, entry in entries.items()):
             raise ValueError("not a field")
-        fields = {name: value.clone() for name, value in load_tensors(data).items()}
+        fields = load_tensors(data)
     except (
         ValueError,
         TypeError,
@@ -288,16 +332,19 @@ def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
         raise MessageError("the message is not safetensors bytes as dpfed writes them") from None
     version = table.pop("format", None)
     kind = table.pop("kind", None)
-    if version != FORMAT or kind not in kinds:
+    if version != FORMAT:
         raise MessageError(
-            f"the message is not a {kinds[0]} of format {FORMAT}: both sides need the same dpfed"
+            f"the message has format {str(version)[:20]!r} and this dpfed reads format {FORMAT}: "
+            "both sides need the same dpfed"
         )
+    if kind not in kinds:
+        raise MessageError(f"the message is not a {kinds[0]}: both sides need the same dpfed")
     message_class, terms_class = KINDS[kind]
     return message_class(_parse_terms(terms_class, table), fields)
 
 
 def _is_vector(name: str, entry: dict[str, Any]) -> bool:
-    is_vector = entry["dtype"] == "F32" and len(entry["shape"]) == 1
+    is_vector = entry["dtype"] in DTYPES and len(entry["shape"]) == 1
     return is_vector and name.isprintable() and len(name) <= 200
 
 

@@ -109,11 +109,17 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
             f"{name} cannot compute a batch of shape {shape}: {reason(error)}"
         ) from None
     scores = getattr(scores, "logits", scores)
-    if not isinstance(scores, Tensor) or scores.shape != (2, spec.classes):
+    shapes: list[tuple[int, ...]] = [(2, spec.classes)]
+    need = f"the data have {spec.classes} classes"
+    if spec.task == "regress":
+        # `regression` reads a column and a plain list of numbers.
+        shapes.append((2,))
+        need = "a label is one number"
+    if not isinstance(scores, Tensor) or scores.shape not in shapes:
         found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise DpfedError(
-            f"{name} gives {found} for 2 records, and the data have {spec.classes} classes: "
-            f"its output must have the shape (2, {spec.classes})"
+            f"{name} gives {found} for 2 records, and {need}: "
+            f"its output must have the shape {shapes[0]}"
         )
 
 

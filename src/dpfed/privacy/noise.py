@@ -4,8 +4,8 @@ The numbers of a stream do not depend on other clients, on the order of work or 
 of the run. Two purposes never share a stream. In a simulation the run's seed decides all streams.
 
 With `run.noise = "os"` entropy of the operating system decides the streams that protect records.
-These streams draw noise, batches, cohorts, dropout and augmentations. They cannot be repeated, and
-a cryptographic generator draws the noise.
+These streams draw noise, batches, places, cohorts, dropout and augmentations. They cannot be
+repeated, and a cryptographic generator draws the noise.
 
 The keys of dropout and augmentations depend on a record's position at its client, and removing a
 record shifts all later positions. An observer who knew the dropout masks would see the mask of
@@ -28,8 +28,22 @@ from torch import Tensor
 
 from dpfed.errors import DpfedError
 
-Purpose = Literal["cohort", "batch", "noise", "init", "dropout", "augment", "partition", "check"]
-SECRET: frozenset[Purpose] = frozenset({"cohort", "batch", "noise", "dropout", "augment"})
+Purpose = Literal[
+    "cohort",
+    "batch",
+    "place",
+    "noise",
+    "init",
+    "dropout",
+    "augment",
+    "partition",
+    "check",
+    "upload",
+    "download",
+]
+SECRET: frozenset[Purpose] = frozenset(
+    {"cohort", "batch", "place", "noise", "dropout", "augment", "upload"}
+)
 
 
 class Streams:

@@ -13,8 +13,9 @@ Isolation of units. Removing one unit must not move the sum of clipped gradients
 Therefore the gradients of all other units must stay bitwise equal. A pass over several units does
 not ensure this, because kernels round differently for different batch sizes. Two settings exist:
 
-exact  Each pass holds one record with its augmentations. The gradient then depends only on this
-       record, its keys and theta. Gradients are summed as integers (grid) or in float64.
+exact  Each pass has a fixed number of places, and every unit draws its place at random. A record's
+       gradient then depends only on this record, its keys, its place and theta (see
+       privacy/isolation/turns.py). Gradients are summed as integers (grid) or in float64.
 fast   A pass holds many units. In honest training, removing a unit changes the gradients of other
        units by less than 1e-6 C. An attacker who chooses theta can raise this change to several C.
 """
@@ -33,6 +34,7 @@ from torch import Tensor
 from dpfed.privacy.clipping import UnitRows, clip_and_sum, finite_rows, unit_means
 from dpfed.privacy.fixed_shape_sum import Sums
 from dpfed.privacy.grid_noise import Grid, grid_of, noised, noised_counts
+from dpfed.privacy.isolation.exact_sum import ExactSum
 from dpfed.privacy.noise import Noise, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import PrivateData, RecordGradients
@@ -106,10 +108,13 @@ class PassLimits:
     max_slots  most rows in one pass; a record has one row for each of its augmentations
     fixed      computes sums in passes of a fixed shape, for batches that allow it; None to use
                passes of varying size for all batches
+    places     records in each pass of exact isolation; the model must have passed the test of
+               places for this number, and 1 needs no test
     """
 
     max_slots: int = 512
     fixed: Sums | None = None
+    places: int = 1
 
 
 DEFAULT_LIMITS = PassLimits()
@@ -145,10 +150,12 @@ class FleetOracle:
         self._wait_for_charge = wait_for_charge
         self._admit = admit
         self.max_slots = limits.max_slots
+        self.places = limits.places if self._exact else 1
         self.fixed = None if self._exact else limits.fixed
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
+        self._place_draws = _place_draws(terms)
         # Steps that are computed again must repeat the same noise: fresh noise would be a second
         # release, which is not charged.
         self._noise = list(
@@ -215,7 +222,10 @@ class FleetOracle:
 
     def _draw(self) -> DrawnBatch:
         positions = [next(fresh) for fresh in self._batches]
-        return joined_batch(self._data.units, self._clients, positions, self._drawn)
+        places = [np.zeros(len(units), dtype=np.int64) for units in positions]
+        for i, draws in enumerate(self._place_draws):
+            places[i] = draws.integers(self.places, size=len(places[i]))
+        return joined_batch(self._data.units, self._clients, positions, places, self._drawn)
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
         self._admit(theta)
@@ -239,15 +249,25 @@ class FleetOracle:
             except Exception as error:
                 # Halve the limit for every batch: a limit that depends on the batch would reveal
                 # the batch size.
-                if not out_of_memory(error) or (self.fixed is None and self._records_per_pass == 1):
+                if not out_of_memory(error) or self._smallest_passes:
                     raise
             # Free memory only here, after the except block. Until the block ends, the exception
             # keeps the memory of the failed pass alive.
             if self.fixed is not None:
                 self.fixed = None
+            elif self._exact:
+                # One record at a time: no other number of places was tested for this model.
+                self.places = 1
             else:
                 self.max_slots //= 2
             free(self._device)
+
+    @property
+    def _smallest_passes(self) -> bool:
+        """True if each pass has only one record already."""
+        if self._exact:
+            return self.places == 1
+        return self.fixed is None and self._records_per_pass == 1
 
     def _clipped_sum(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
         """Return the clients' sums of clipped gradients `[S, P]` and their counts `[S, 1]`.
@@ -258,12 +278,12 @@ class FleetOracle:
         plan = self._plan
         if self.fixed is not None and self._can_be_fixed(batch):
             return self.fixed.sums(theta, self._gradients.columns(batch), plan.clip)
-        # Exact isolation needs float64: in float32, adding a unit would round differently depending
-        # on the units that are already in the sum.
-        precision = torch.float64 if self._exact else torch.float32
-        total = torch.zeros_like(theta, dtype=precision if self._grid is None else torch.int64)
-        count = torch.zeros_like(self.phi, dtype=precision)
         steps = self._grid_steps()
+        if self._exact:
+            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps)
+            return exact.sums(theta, batch, self._log_lost if self._logs_lost else None)
+        total = torch.zeros_like(theta, dtype=torch.float32 if steps is None else torch.int64)
+        count = torch.zeros_like(self.phi)
         for part in batch.chunks(self._records_per_pass):
             grads, finite = self._unit_gradients(theta, part)
             rows = UnitRows(self._to_device(part.owner), finite, len(theta))
@@ -277,23 +297,22 @@ class FleetOracle:
 
         The mask is False for a unit whose gradient is not finite; such a unit counts as zero.
         """
-        if self._exact:
-            grads = self._gradients.of_unit(theta, part)
-            part = part.single(0)
-        else:
-            grads = self._gradients.of_records(theta, self._to_device(part.client), part)
-        if PRIVATE.isEnabledFor(logging.DEBUG):
-            self._log_lost(part, grads)
+        grads = self._gradients.of_records(theta, part)
+        if self._logs_lost:
+            self._log_lost(part.client, grads)
         return unit_means(grads, self._to_device(part.unit), len(part.owner))
 
     @property
     def _records_per_pass(self) -> int:
         """The number of records in one pass: at least 1, and if possible at most `max_slots` rows.
 
-        With exact isolation the number is always 1, so that `DrawnBatch.chunks` separates all
-        units.
+        For passes of varying size only; passes of exact isolation have `places` records.
         """
-        return 1 if self._exact else max(1, self.max_slots // self._gradients.augmentations)
+        return max(1, self.max_slots // self._gradients.augmentations)
+
+    @property
+    def _logs_lost(self) -> bool:
+        return PRIVATE.isEnabledFor(logging.DEBUG)
 
     def _can_be_fixed(self, batch: DrawnBatch) -> bool:
         """Return True if passes of a fixed shape can compute this batch.
@@ -301,19 +320,19 @@ class FleetOracle:
         Such passes need units of one record and sums in float32, and cannot log single records.
         """
         single = len(batch.unit) == len(batch.owner)
-        return single and self._grid is None and not PRIVATE.isEnabledFor(logging.DEBUG)
+        return single and self._grid is None and not self._logs_lost
 
-    def _log_lost(self, part: DrawnBatch, grads: Sequence[Tensor]) -> None:
-        lost = part.client[~finite_rows(grads).cpu().numpy()]
+    def _log_lost(self, client: np.ndarray, grads: Sequence[Tensor]) -> None:
+        lost = client[~finite_rows(grads).cpu().numpy()]
         counts = np.bincount(lost, minlength=len(self._clients))
-        for client, count in zip(self._clients, counts, strict=True):
+        for number, count in zip(self._clients, counts, strict=True):
             if count:
                 PRIVATE.debug(
                     "round %d, batch %d, client %d: "
                     "the gradient of %d record(s) is not finite and counts as zero",
                     self._round,
                     self._drawn,
-                    client,
+                    number,
                     count,
                 )
 
@@ -360,3 +379,10 @@ class FleetOracle:
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _place_draws(terms: RoundTerms) -> list[np.random.Generator]:
+    """Return a generator of places for each client; none without exact isolation."""
+    if terms.isolation != "exact":
+        return []
+    return [terms.streams.generator("place", terms.round, i) for i in terms.clients]

@@ -187,35 +187,21 @@ class RecordGradients:
         if data.augmentations is not None:
             self.augment_seeds = seeds("augment")
 
-    def of_records(self, theta: Tensor, client: Tensor, batch: DrawnBatch) -> list[Tensor]:
-        """Compute one pass: return the gradient `[M, n]` of each record of the batch.
+    def of_records(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
+        """Compute one pass: return the gradient `[M, n]` of each record of the batch."""
+        return self.of_columns(theta, self.columns(batch))
 
-        client  `[M]` the row of theta at which each gradient is computed
+    def of_columns(self, theta: Tensor, columns: Mapping[str, np.ndarray]) -> list[Tensor]:
+        """Compute one pass: return the gradient `[M, n]` of each record.
+
+        columns  the records of the pass, with the names that `columns` returns
         """
-        names = ("row", "dropout", "augment")
-        columns = self.columns(batch)
-        row, dropout, augment = (torch.from_numpy(columns[n]).to(client.device) for n in names)
+        on_device = {name: torch.from_numpy(x).to(theta.device) for name, x in columns.items()}
         compute = self._records.model.grads
-        return self._records.mean_gradients(compute, theta, client, row, dropout, augment)
-
-    def of_unit(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
-        """Return the mean gradient `[1, n]` of a batch of one unit, in float64.
-
-        Each pass has one record. The needed memory does not grow with the unit's number of records,
-        so a large unit cannot make a round fail.
-        """
-        own = int(batch.client[0])
-        first_row = torch.zeros(1, dtype=torch.int64, device=theta.device)
-        shapes = self._records.model.space.shapes
-        total = [theta.new_zeros(1, shape.numel(), dtype=torch.float64) for shape in shapes]
-        for i in range(len(batch.row)):
-            grads = self.of_records(theta[own : own + 1], first_row, batch.single(i))
-            for summed, grad in zip(total, grads, strict=True):
-                summed += grad
-        return [summed / len(batch.row) for summed in total]
+        return self._records.mean_gradients(compute, theta, **on_device)
 
     def columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
-        """Return the columns that `FixedSum.sums` needs: record, client and the two secret keys."""
+        """Return the columns of the batch's records: record, client and the two secret keys."""
         return {
             "row": batch.row,
             "client": batch.client,

@@ -34,6 +34,7 @@ class DrawnBatch:
     unit    `[M]` number of the record's protected unit, 0 to U-1, ascending
     owner   `[U]` row of theta that belongs to the client of each unit
     key     `[M]` seed of the record's dropout mask and augmentation in this step
+    place   `[U]` place of each unit in a pass, for exact isolation (privacy/isolation/turns.py)
     """
 
     row: np.ndarray
@@ -41,6 +42,7 @@ class DrawnBatch:
     unit: np.ndarray
     owner: np.ndarray
     key: np.ndarray
+    place: np.ndarray
 
     def chunks(self, limit: int) -> list[DrawnBatch]:
         """Split the batch into batches of at most `limit` records, without splitting a unit.
@@ -55,18 +57,19 @@ class DrawnBatch:
             start = ends[first] - counts[first]
             last = max(first + 1, int(np.searchsorted(ends, start + limit, side="right")))
             part = slice(start, ends[last - 1])
-            unit, owner = self.unit[part] - first, self.owner[first:last]
+            units = slice(first, last)
             pieces.append(
-                DrawnBatch(self.row[part], self.client[part], unit, owner, self.key[part])
+                DrawnBatch(
+                    row=self.row[part],
+                    client=self.client[part],
+                    unit=self.unit[part] - first,
+                    owner=self.owner[units],
+                    key=self.key[part],
+                    place=self.place[units],
+                )
             )
             first = last
         return pieces
-
-    def single(self, i: int) -> DrawnBatch:
-        """Return a batch with only record number i, which is its own protected unit."""
-        only = slice(i, i + 1)
-        client = self.client[only]
-        return DrawnBatch(self.row[only], client, np.zeros_like(client), client, self.key[only])
 
 
 def draw(mechanism: Mechanism, units: int, rng: np.random.Generator) -> Positions:
@@ -90,11 +93,16 @@ def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Posit
 
 
 def joined_batch(
-    units: RecordsOfUnits, clients: Sequence[int], positions: Sequence[Positions], step: int
+    units: RecordsOfUnits,
+    clients: Sequence[int],
+    positions: Sequence[Positions],
+    places: Sequence[np.ndarray],
+    step: int,
 ) -> DrawnBatch:
     """Join the batches of all clients into one `DrawnBatch`.
 
     positions  for each client the positions of the units that it drew
+    places     for each client the places of these units
     step       number of this batch in the round; it enters the keys
     """
     found = [units.slots(client, p) for client, p in zip(clients, positions, strict=True)]
@@ -109,6 +117,7 @@ def joined_batch(
         unit=unit,
         owner=owner,
         key=_keys(np.concatenate(positions), counts, step),
+        place=np.concatenate(places),
     )
 
 

@@ -17,6 +17,7 @@ from dpfed.errors import counted
 from dpfed.model.export_files import Companions
 from dpfed.model.given_module import GivenModule
 from dpfed.privacy.published import show_delta, show_loss, show_number, show_perplexity, show_score
+from dpfed.report.generated_texts import COLUMNS, examples
 from dpfed.report.statement.build import Statement, statement_of, write_statement
 from dpfed.report.statement.text import first_line, rows
 from dpfed.training.budget.recorded_spending import RecordedSpending
@@ -48,6 +49,7 @@ MARKDOWN.filters |= {
     "show_score": show_score,
 }
 MARKDOWN.globals |= {
+    "COLUMNS": COLUMNS,
     "ADAPTED_CONFIG": ADAPTED_CONFIG,
     "MAX_CLASSES": MAX_CLASSES,
     "NO_PRIVACY": NO_PRIVACY,
@@ -76,6 +78,7 @@ def model_card(
         config=config,
         result=result,
         metrics=result.get("metrics") or {},
+        examples=examples(result),
         spending=spending,
         headline=first_line(statement),
         guarantee=statement.guarantee,

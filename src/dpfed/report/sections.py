@@ -12,6 +12,7 @@ from dpfed.federation.server.status import client_rows, headline, refusal_rows
 from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
+from dpfed.report.generated_texts import COLUMNS, examples
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import (
     DASH,
@@ -28,6 +29,7 @@ from dpfed.training.callbacks.public_figures import LEFT_OUT, flat
 TITLES = {
     "federation": "Federation",
     "training": "Training",
+    "examples": "Generated texts",
     "privacy": "Privacy",
     "comparison": "Comparison",
     "clients": "Clients' data",
@@ -89,6 +91,7 @@ def sections_of(
     """
     cards = {
         "federation": list(map(_federation, federations)),
+        "examples": list(_examples(groups)),
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),
         "settings": _differing_settings(groups),
@@ -116,6 +119,19 @@ def _federation(status: Mapping[str, Any]) -> Card:
         tables.append((["round", "client", "left out because"], refusals))
     note = f"updated {status['updated']}; a client's total epsilon is in its own ledger only"
     return Card(sentence=headline(status), tables=tables, notes=[note], wraps=True)
+
+
+def _examples(groups: Sequence[Group]) -> Iterator[Card]:
+    """Yield a card for each method with the texts that its first run has written."""
+    for group in groups:
+        rows = [[text[name] for name in COLUMNS] for text in examples(group.runs[0].result)]
+        if rows:
+            yield Card(
+                group.label if len(groups) > 1 else "",
+                sentence="Greedy generation after public test prompts, before and after training.",
+                tables=[(list(COLUMNS), rows)],
+                wraps=True,
+            )
 
 
 def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:

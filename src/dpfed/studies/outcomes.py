@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,23 @@ def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
     """Return the accuracy and loss of the best model that ignores its input.
 
     The accuracy is the share of the largest class. The loss is the entropy of the class shares.
+    With several labels for a record, both are means over the labels.
     """
     per_class = (result.get("metrics") or {}).get("per_class", {})
     counts = [int(row["support"]) for row in per_class.values()]
     if any(count < 0 for count in counts):
         raise ValueError("a class with fewer than no records")
+    if result.get("task") == "multilabel":
+        each = [count / int(result["test_records"]) for count in counts]
+        pairs = [(share, 1 - share) for share in each]
+        best = sum(max(pair) for pair in pairs) / len(pairs)
+        return best, sum(map(_entropy, pairs)) / len(pairs)
     shares = [count / sum(counts) for count in counts if count]
-    return max(shares, default=0.0), -sum(share * math.log(share) for share in shares)
+    return max(shares, default=0.0), _entropy(shares)
+
+
+def _entropy(shares: Sequence[float]) -> float:
+    return -sum(share * math.log(share) for share in shares if share)
 
 
 def read_outcome(folder: Path) -> Outcome | None:

@@ -277,6 +277,11 @@ def check(study: Study, registry: Registry) -> None:
             f"{phrase('compare')} runs many times on the same records, which real noise would "
             'have to pay for each time: set run.noise = "seeded"'
         )
+    if study.base["model"].get("task") == "regress":
+        raise DpfedError(
+            f"{phrase('compare')} ranks methods by accuracy, which predicted numbers do not have: "
+            "compare the metrics of single runs"
+        )
     if study.seeds < 1:
         raise DpfedError(f"{phrase('seeds')} {study.seeds} must be at least 1")
     if study.search_seeds < 1:

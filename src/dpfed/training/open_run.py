@@ -23,6 +23,7 @@ from dpfed.training.callbacks.diagnostics import Diagnostics, refuse_real_noise
 from dpfed.training.callbacks.metrics_file import MetricsFile
 from dpfed.training.callbacks.trackers import Trackers, refuse_missing
 from dpfed.training.evaluation import task_metrics
+from dpfed.training.job.examples import examples_of
 from dpfed.training.job.job import Job
 from dpfed.training.job.notes import result_warnings
 from dpfed.training.job.public_score import choice_notes, choice_of, kept_round, refuse_metric
@@ -91,7 +92,11 @@ class OpenRun:
             result |= self.remote.report()
         result["metrics"] = task_metrics(self.job, rounds[-1].theta)
         result |= choice_of(self.job, rounds[-1])
-        result["notes"] = [*self.job.notes, *choice_notes(self.job, rounds[-1])]
+        examples = examples_of(self.job, rounds[-1].theta)
+        if examples.texts:
+            result["examples"] = examples.texts
+        notes = [*choice_notes(self.job, rounds[-1]), *examples.notes]
+        result["notes"] = [*self.job.notes, *notes]
         result["warnings"] = [*self.job.warnings, *result_warnings(result)]
         folder.save_model(rounds[-1].theta, self.job.space, self.place.note)
         folder.save_result({"run": self.place.name, "state": state, **result, **more})

@@ -16,8 +16,8 @@ from dpfed.training.budget.release import NO_PRIVACY, SEEDED
 from dpfed.training.budget.spending import Spending
 from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import traffic
 from dpfed.training.job.plan import client_names
+from dpfed.training.messages.message_size import traffic
 from dpfed.training.rounds import Round
 
 SIMULATION = f"{SEEDED}: not for release"
@@ -72,7 +72,7 @@ def result_of(
         "input": asdict(job.spec),
         "parameters": job.space.size,
         "blocks": job.space.num_blocks,
-        "traffic": traffic(job.algorithm, job.space).as_dict(),
+        "traffic": traffic(job.algorithm, job.space, job.config.federation).as_dict(),
         "seed": job.config.run.seed,
         "rounds": last.t,
         "seconds": last.seconds,

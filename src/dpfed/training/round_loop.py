@@ -107,8 +107,8 @@ class RoundLoop:
         epsilon = self.spending.server_max()
         clip = self.job.plan.clip
         score = own_score(self.job, state.theta)
-        scores = {"score": score, "r2": r_squared(self.job, loss)}
-        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, **scores)
+        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, score=score)
+        round = replace(round, r2=r_squared(self.job, loss))
         state = state.judged(chosen_score(self.job, round), 0)
         self.callbacks.on_round(replace(round, best=state.best))
         return Progress(0, state)

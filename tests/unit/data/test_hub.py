@@ -213,3 +213,24 @@ def test_the_library_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert np.array_equal(saved.train.inputs["pixel_values"], found.train.inputs["pixel_values"])
     with pytest.raises(DpfedError, match="cannot be loaded"):
         Hub(dataset="no-such-owner/no-such-set", text="text").load()
+
+
+def test_several_labels_are_named_by_the_data_set(library: Any) -> None:
+    """A list of class numbers: the features of the column state the names."""
+    for part, cells in (("train", [[0, 2], [], [1]]), ("test", [[1]])):
+        split = HeadSplit({"text": ["a", "b", "c"][: len(cells)], "tags": cells})
+        names = types.SimpleNamespace(names=["new", "old", "rare"])
+        split.features["tags"] = types.SimpleNamespace(feature=names)
+        library.splits[part] = split
+    source = Hub(dataset="d", text="text", label="tags").load("multilabel")
+    assert source.classes == ("new", "old", "rare")
+    assert source.declared
+    assert source.train.labels.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+
+
+def test_numbers_of_a_data_set(library: Any) -> None:
+    for part, stars in (("train", [1.5, 2.0]), ("test", [3.0])):
+        library.splits[part] = HeadSplit({"text": ["a", "b"][: len(stars)], "stars": stars})
+    source = Hub(dataset="d", text="text", label="stars").load("regress")
+    assert source.train.labels.tolist() == [1.5, 2.0]
+    assert (source.task, source.classes) == ("regress", ("stars",))

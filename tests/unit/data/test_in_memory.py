@@ -303,9 +303,9 @@ def test_private_records_are_not_the_public_test_set() -> None:
 
 
 def test_both_parts_must_be_alike() -> None:
-    with pytest.raises(DpfedError, match=r"train has text \['text'\] and test has features"):
+    with pytest.raises(DpfedError, match="train has text and one of test has features: give"):
         source_of(TEXT, {"features": [[1.0]], "label": [0]})
-    with pytest.raises(DpfedError, match=r"\['text'\] and test has text \['text', 'text_pair'\]"):
+    with pytest.raises(DpfedError, match="has text and one of test has text and text_pair"):
         source_of(TEXT, {**TEXT, "text_pair": TEXT["text"]})
     with pytest.raises(DpfedError, match=r"train has shape \(2,\) and one of test \(3,\)"):
         source_of({"x": np.eye(2), "y": [0, 1]}, {"x": np.eye(3), "y": [0, 1, 1]})

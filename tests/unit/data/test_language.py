@@ -200,3 +200,21 @@ def test_columns_of_unequal_length_are_refused() -> None:
     uneven = {"prompt": ["a", "b"], "completion": np.array(["c"], dtype=object)}
     with pytest.raises(DpfedError, match="train has 2 records and 1 of completion"):
         source_of(uneven, COMPLETIONS)
+
+
+def test_a_list_of_texts_is_a_table() -> None:
+    source = source_of(["a b", "c"], ["d"])
+    assert source.train.inputs["text"].tolist() == ["a b", "c"]
+    assert source.classes == ()
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"completion": "a", "client": 1}])
+def test_prompts_without_completions_are_one_sentence(row: dict[str, Any]) -> None:
+    with pytest.raises(DpfedError, match=r"without '(completion|prompt)'"):
+        source_of({name: [value] * 4 for name, value in row.items()}, COMPLETIONS)
+
+
+def test_tables_of_different_forms_are_one_sentence() -> None:
+    words = "a record of train has prompt and completion and one of test has messages: give both"
+    with pytest.raises(DpfedError, match=words):
+        source_of(COMPLETIONS, [{"messages": chat} for chat in CHATS])

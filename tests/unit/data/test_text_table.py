@@ -251,6 +251,42 @@ def test_a_test_set_of_its_own_is_required(tmp_path: Path) -> None:
         TextTable(path=str(path), test_path=str(tmp_path / "absent.csv")).load()
 
 
+def test_a_folder_has_the_tables_train_and_test(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\nfine,1\nbad,0\n")
+    section = TextTable(path=str(tmp_path))
+    with pytest.raises(DpfedError, match=r"needs one table test.csv, .* and has none: set data"):
+        section.load()
+    (tmp_path / "test.tsv").write_text("text\tlabel\npoor\t0\n")
+    source = section.load()
+    assert source.train.inputs["text"].tolist() == ["fine", "bad"]
+    assert source.test.inputs["text"].tolist() == ["poor"]
+    other = tmp_path / "other.csv"
+    other.write_text("text,label\nother,1\n")
+    stated = TextTable(path=str(tmp_path), test_path=str(other)).load()
+    assert stated.test.inputs["text"].tolist() == ["other"]
+    (tmp_path / "test.csv").write_text("text,label\npoor,0\n")
+    with pytest.raises(DpfedError, match=r"and has test.csv and test.tsv: set data.path"):
+        section.load()
+
+
+def test_clients_need_no_test_set_and_servers_no_private_records(tmp_path: Path) -> None:
+    """Each reads its own table alone, and both tables where both are set."""
+    private, public = tmp_path / "own.csv", tmp_path / "public.csv"
+    private.write_text("text,label\nfine,1\nbad,0\n")
+    public.write_text("text,label\npoor,0\n")
+    assert TextTable(path=str(private)).load_train().train.inputs["text"].tolist() == [
+        "fine",
+        "bad",
+    ]
+    assert TextTable(test_path=str(public)).load_test().test.inputs["text"].tolist() == ["poor"]
+    both = TextTable(path=str(private), test_path=str(public))
+    for source in (both.load_train(), both.load_test()):
+        assert (len(source.train), len(source.test)) == (2, 1)
+    for load_part in (TextTable().load_train, TextTable().load_test):
+        with pytest.raises(DpfedError, match=r"set data\.path to the private records"):
+            load_part()
+
+
 def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pooled_encoder_case import encoder
 
 import dpfed
 from dpfed import api
 from dpfed.data.sources import mnist
+from dpfed.model.zoo import text
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-QUICK = {"run.local_steps": 1, "privacy.batch": 4.0}
+QUICK: dict[str, Any] = {"run.local_steps": 1, "privacy.batch": 4.0}
 
 
 @pytest.fixture
@@ -47,10 +49,13 @@ def idx(values: np.ndarray) -> bytes:
     )
 
 
-def test_the_cnn_on_digits(
-    results: list[dpfed.TrainedModel], monkeypatch: pytest.MonkeyPatch
+def test_the_cnn_on_digits_says_how_to_get_fashion_mnist(
+    results: list[dpfed.TrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     execute("torch_cnn.py", monkeypatch)
+    assert "github.com/zalandoresearch/fashion-mnist" in capsys.readouterr().out
     assert results[0].result["clients"] == 10
     assert results[0].result["input"]["shape"] == (1, 8, 8)
 
@@ -76,3 +81,23 @@ def test_one_data_set_for_each_client(
     execute("per_client_data.py", monkeypatch)
     assert results[0].result["client_names"] == ["north", "south", "west"]
     assert results[0].classes == ("malignant", "benign")
+
+
+def test_a_regression_on_diabetes(
+    results: list[dpfed.TrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute("regression.py", monkeypatch)
+    assert results[0].result["task"] == "regress"
+    assert results[0].metrics["r2"] > 0
+
+
+def test_several_labels_of_a_text(
+    results: list[dpfed.TrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny sentence encoder stands in for MiniLM, which an extra installs."""
+    folder = Path(encoder(tmp_path / "encoder"))
+    monkeypatch.setattr(text, "package_folder", lambda: folder)
+    monkeypatch.setitem(QUICK, "model.max_length", 8)
+    execute("multilabel_text.py", monkeypatch)
+    assert results[0].classes == ("food", "service", "price")
+    assert results[0].result["metric"]["name"] == "macro_f1"

@@ -38,6 +38,7 @@ from dpfed.federation.policy import RefusedError
 from dpfed.federation.server.server import Federation
 from dpfed.model.task import Task
 from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.isolation.turns import order_at_places
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.noise import OsNoise
 from dpfed.privacy.record_batch import Records
@@ -119,12 +120,14 @@ def test_whole_units_are_held_out(tmp_path: Path) -> None:
     assert len(split(config(), table(), tmp_path)[1]) == 0
 
 
-def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
+@pytest.mark.parametrize("isolation", ["exact", "fast"])
+def test_a_unit_adds_its_share_of_right_answers_and_one_at_most(isolation: str) -> None:
     # Values outside 0 to 1 are clamped, NaN counts as 0.
     correct = torch.tensor([1.0, 0.0, 1.0, 1.0, float("nan"), 7.0])
     units = np.array(["p", "p", "q", "r", "r", "s"])
     model: Any = SimpleNamespace(
         rows=4,
+        places=4,
         scores=lambda theta, inputs: inputs["x"],
         task=Task(lambda scores, labels: scores, lambda scores, labels: correct[scores]),
     )
@@ -132,8 +135,11 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
     shards = shards_of(np.zeros(6, dtype=np.int64), 1, units)
     held_out = HeldOut(records, shards)
 
+    draws = np.random.default_rng(0) if isolation == "exact" else None
+
     def count(noise: Any) -> list[float]:
-        found: list[float] = noised_counts(model, torch.zeros(1), held_out, 5.0, noise).tolist()
+        counts = noised_counts(model, torch.zeros(1), held_out, 5.0, noise, draws)
+        found: list[float] = counts.tolist()
         return found
 
     assert count(ConstantNoise()) == [0.5 + 1 + 0.5 + 1, 0.5 + 0 + 0.5 + 0]
@@ -144,6 +150,64 @@ def test_a_unit_adds_its_share_of_right_answers_and_one_at_most() -> None:
     assert found.std(0).tolist() == pytest.approx([5.0, 5.0], rel=0.08)
     assert found.mean(0).tolist() == pytest.approx([3.0, 1.0], abs=0.6)
     assert abs(float(torch.corrcoef(found.T)[0, 1])) < 0.12
+
+
+class Places:
+    """Draws the places that it is given."""
+
+    def __init__(self, places: np.ndarray) -> None:
+        self.places = places
+
+    def integers(self, most: int, size: int) -> np.ndarray:
+        assert size == len(self.places)
+        assert (self.places < most).all()
+        return self.places
+
+
+def scores_of_held_out(job: Job, theta: torch.Tensor, rows: Any, places: Any) -> torch.Tensor:
+    """Return the scores by which held-out records are judged, in the order of the records."""
+    passes: list[torch.Tensor] = []
+
+    def noted(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        passes.append(scores)
+        return labels
+
+    model: Any = SimpleNamespace(
+        rows=1024,
+        places=8,
+        scores=job.model.scores,
+        task=Task(lambda scores, labels: scores, noted),
+    )
+    inputs, labels = job.records.take(torch.as_tensor(rows))
+    held_out = HeldOut(Records(inputs, labels), shards_of(np.zeros(len(rows), dtype=np.int64), 1))
+    draws: Any = None if places is None else Places(places)
+    noised_counts(model, theta, held_out, 5.0, ConstantNoise(), draws)
+    if places is None:
+        return torch.cat(passes)
+    found = torch.zeros(len(rows), passes[0].shape[1])
+    for scores, record in zip(passes, order_at_places(places, 8), strict=True):
+        found[record[record >= 0]] = scores[record >= 0]
+    return found
+
+
+def test_the_answer_for_a_held_out_record_depends_on_no_other_record() -> None:
+    """Without drawn places, the same record has other scores beside fewer records."""
+    job = job_of(model={"name": "glyph-vit", "train": "lora"})
+    generator = torch.Generator().manual_seed(0)
+    places = np.random.default_rng(0).integers(8, size=21)
+    fast_differs = False
+    for scale in (0.0, 1.0, 10.0, 100.0):
+        noise = torch.randn(len(job.theta), generator=generator)
+        theta = job.theta + scale * noise
+        whole = scores_of_held_out(job, theta, range(21), places)
+        less = scores_of_held_out(job, theta, range(1, 21), places[1:])
+        assert torch.equal(whole[1:], less)
+        for count in (1, 2, 3):
+            rest = range(21 - count, 21)
+            fast = scores_of_held_out(job, theta, rest, None)
+            fast_differs |= not torch.equal(fast, whole[rest.start :])
+    if not fast_differs:
+        pytest.skip("the kernels of this machine round alike for all batch sizes")
 
 
 def test_what_is_charged_is_a_gaussian_of_this_noise(job: Job, tmp_path: Path) -> None:
@@ -178,7 +242,7 @@ def test_what_is_scored_is_the_average_where_one_is_kept(job: Job) -> None:
     sent = server.scoring_request(2, state, 0).fields["theta"]
     torch.testing.assert_close(sent, job.theta + 2 / 3)
     # Training continues from the last iterate.
-    trained = server.training_request(2, state, 0).fields["theta"]
+    trained = server.training_requests(2, state, [0])[0].fields["theta"]
     assert torch.equal(trained, job.theta + 1)
 
 
@@ -205,7 +269,7 @@ def test_the_same_question_gets_the_stored_count_and_another_one_is_refused(
 
 
 def training(job: Job, t: int) -> Any:
-    request = server_of(job, {}).training_request(t, first_state(job), 0)
+    request = server_of(job, {}).training_requests(t, first_state(job), [0])[0]
     terms = dataclasses.replace(request.terms, expected=request.terms.rate * 300)
     return dataclasses.replace(request, terms=terms)
 
@@ -251,14 +315,14 @@ def test_mistakes_in_client_toml(job: Job, tmp_path: Path, keys: dict[str, Any],
 
 
 def test_the_servers_figure_comes_with_its_noise() -> None:
-    score = score_of(4, {"a": (30.0, 10.0), "b": (50.0, 10.0)}, 5.0, 2, 1e-5)
+    score = score_of(4, [(30.0, 10.0), (50.0, 10.0)], 5.0, 2, 1e-5)
     assert score is not None
     assert score.accuracy == pytest.approx(0.8)
     rng = np.random.default_rng(0)
     right, wrong = (count + rng.normal(0, 5, (20000, 2)).sum(1) for count in (80, 20))
     assert score.noise == pytest.approx((right / (right + wrong)).std(), rel=0.05)
-    assert score_of(4, {"a": (-3.0, 1.0)}, 5.0, 2, 1e-5) is None
-    assert score_of(4, {}, 5.0, 2, 1e-5) is None
+    assert score_of(4, [(-3.0, 1.0)], 5.0, 2, 1e-5) is None
+    assert score_of(4, [], 5.0, 2, 1e-5) is None
     assert (score.units, score.clients) == (100, 2)
     assert score.epsilon == pytest.approx(epsilon([(mechanism_of(5.0), 2)], 1e-5).value)
 

@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 import dpfed.federation
 from dpfed.federation.messages import (
+    FORMAT,
     HEADER_LIMIT,
     ClippingTerms,
     MessageError,
@@ -23,22 +24,24 @@ from dpfed.federation.messages import (
     Reply,
     Request,
     Terms,
-    check_fields,
     digest,
     pack,
+    read_fields,
     unpack_reply,
     unpack_request,
 )
+from dpfed.training.messages.message_format import SCALE, Field, encode
 
 TERMS = Terms(
     run="run-1", server="hub", client="clinic-0", index=0, seed=7, seeded=False, round=2,
     rounds=3, local_steps=2, clients=3, cohort=3, lr=0.01,
     algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.1, expected=4.0, sigma=1.0,
     clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True, equal_phi=True,
-    rows=1, head="cd", used=1, max_rounds=0,
+    rows=1, head="cd", used=1, max_rounds=0, upload="float32",
+    download="float32",
 )  # fmt: skip
 REQUEST = pack(Request(TERMS, {"theta": torch.arange(5.0), "v": torch.zeros(0)}))
-SHAPES = {"delta": (4,), "v": (2,)}
+LAYOUT = {"delta": Field(4), "v": Field(2)}
 LIMIT = 1 << 20
 FORBIDDEN = (
     "import pickle",
@@ -61,12 +64,12 @@ def reply(
 
 
 def opened(data: bytes, norm: float = 5.0) -> Reply:
-    return unpack_reply(data, SHAPES, TERMS, digest(REQUEST), norm)
+    return unpack_reply(data, LAYOUT, TERMS, digest(REQUEST), norm)
 
 
 def with_terms(kind: str = "request", **changed: Any) -> bytes:
     """Return a message with any terms, also with terms that `pack` never writes."""
-    table = {"format": 1, "kind": kind, **dataclasses.asdict(TERMS), **changed}
+    table = {"format": FORMAT, "kind": kind, **dataclasses.asdict(TERMS), **changed}
     return save({"theta": torch.arange(5.0)}, metadata={"dpfed": json.dumps(table)})
 
 
@@ -118,7 +121,10 @@ def test_a_header_of_two_gigabytes_is_refused_unread() -> None:
         ("clipping", 3, "clipping"),
         ("extra", 1, "extra"),
         ("algorithm", [1], "algorithm"),
-        ("format", 2, "format"),
+        ("format", 1, "has format '1' and this dpfed reads format 2"),
+        ("format", [0] * 99, "has format"),
+        ("upload", "int4", "upload"),
+        ("download", None, "download"),
         ("kind", "reply", "request"),
     ],
 )
@@ -137,7 +143,7 @@ def test_infinity_written_as_a_large_number_is_refused() -> None:
 
 
 def test_a_missing_term_and_another_dtype_are_refused() -> None:
-    table = {"format": 1, "kind": "request", **dataclasses.asdict(TERMS)}
+    table = {"format": FORMAT, "kind": "request", **dataclasses.asdict(TERMS)}
     del table["sigma"]
     with pytest.raises(MessageError, match="does not say sigma"):
         unpack_request(save({"theta": torch.ones(1)}, metadata={"dpfed": json.dumps(table)}), LIMIT)
@@ -176,14 +182,84 @@ def test_a_reply_is_held_against_what_was_asked(data: bytes, what: str) -> None:
 
 
 def test_fields_are_held_against_the_receivers_own_shapes() -> None:
-    check_fields({"theta": torch.ones(3)}, {"theta": (3,)})
+    assert read_fields({"theta": torch.ones(3)}, {"theta": Field(3)})["theta"].tolist() == [1] * 3
     with pytest.raises(MessageError, match="shape"):
-        check_fields({"theta": torch.ones(3)}, {"theta": (4,)})
+        read_fields({"theta": torch.ones(3)}, {"theta": Field(4)})
     with pytest.raises(MessageError, match="beyond 1e\\+10"):
-        check_fields({"dg": torch.tensor([1.1e10])}, {"dg": (1,)})
+        read_fields({"dg": torch.tensor([-1.1e10])}, {"dg": Field(1)})
+    assert read_fields({"v": torch.zeros(0)}, {"v": Field(0)})["v"].tolist() == []
+
+
+INT8 = {"delta": Field(4, "int8"), "v": Field(2)}
+
+
+def small_reply(**changed: Any) -> bytes:
+    """Return an int8 reply with these tensors in place of its own; None leaves a tensor out."""
+    sent = {
+        "delta": torch.tensor([127, 0, -1, 2], dtype=torch.int8),
+        "delta" + SCALE: torch.tensor([0.03]),
+        "v": torch.ones(2),
+    }
+    sent |= {name.replace("__", "."): value for name, value in changed.items()}
+    return reply(fields={name: value for name, value in sent.items() if value is not None})
+
+
+def test_an_int8_reply_comes_back_as_float32() -> None:
+    found = unpack_reply(small_reply(), INT8, TERMS, digest(REQUEST), 5.0).fields
+    assert found["delta"].tolist() == pytest.approx([3.81, 0.0, -0.03, 0.06])
+    assert found["delta"].dtype == torch.float32
+    assert found.keys() == {"delta", "v"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"delta__scale": torch.tensor([float("nan")])}, "delta.scale holds scales that are not"),
+        ({"delta__scale": torch.tensor([float("inf")])}, "delta.scale holds scales that are not"),
+        ({"delta__scale": torch.tensor([-0.03])}, "delta.scale holds negative scales"),
+        ({"delta__scale": torch.tensor([0.04])}, "norm"),
+        ({"delta__scale": torch.tensor([3e38])}, "delta holds numbers that are not finite"),
+        ({"delta__scale": torch.tensor([1e9])}, "beyond 1e\\+10"),
+        ({"delta__scale": torch.tensor([0.03, 0.03])}, r"delta.scale has shape \(2,\), not \(1,\)"),
+        ({"delta__scale": torch.ones(1, dtype=torch.bfloat16)}, "delta.scale is not in float32"),
+        ({"delta__scale": None}, "holds"),
+        ({"delta": torch.zeros(3, dtype=torch.int8)}, r"delta has shape \(3,\), not \(4,\)"),
+        ({"delta": torch.zeros(5, dtype=torch.int8)}, "at most|shape"),
+        ({"delta": torch.zeros(4)}, "delta is in float32, and int8 was asked for"),
+        ({"delta": torch.zeros(4, dtype=torch.bfloat16)}, "delta is in bf16, and int8 was asked"),
+        ({"v": torch.zeros(2, dtype=torch.int8)}, "v is in int8, and float32 was asked for"),
+        ({"v__scale": torch.ones(1)}, "holds"),
+    ],
+)
+def test_a_wrong_int8_reply_is_refused_by_name(changed: dict[str, Any], what: str) -> None:
+    with pytest.raises(MessageError, match=what):
+        unpack_reply(small_reply(**changed), INT8, TERMS, digest(REQUEST), 5.0)
+
+
+def test_no_reply_is_read_in_a_format_that_was_not_asked_for() -> None:
+    with pytest.raises(MessageError, match="delta is in int8, and float32 was asked for"):
+        opened(small_reply())
+
+
+@given(
+    st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40),
+    st.sampled_from(["float32", "bf16", "int8"]),
+)
+def test_messages_of_any_format_are_packed_and_read_back(numbers: list[float], kind: Any) -> None:
+    layout = {"delta": Field(len(numbers), kind)}
+    value = torch.tensor(numbers)
+    sent = encode({"delta": value}, layout, torch.rand)
+    data = reply(fields=sent)
+    found = unpack_reply(data, layout, TERMS, digest(REQUEST), 1e4).fields["delta"]
+    step = {"float32": 0.0, "bf16": 2**-8, "int8": 1 / 127}[kind]
+    limit = step * float(value.abs().max()) * 1.0001 + 1e-35
+    assert float((found - value).abs().max()) <= limit
+    assert len(data) < 8 + HEADER_LIMIT + layout["delta"].bytes
 
 
 def survives(data: bytes) -> None:
+    with suppress(MessageError):
+        unpack_reply(data, INT8, TERMS, digest(REQUEST), 5.0)
     for read in (lambda: unpack_request(data, LIMIT), lambda: opened(data)):
         with suppress(MessageError):
             read()
@@ -198,7 +274,7 @@ def test_random_bytes_give_an_error_and_nothing_else(data: bytes) -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_mutated_messages_give_a_message_or_an_error_and_nothing_else(data: st.DataObject) -> None:
-    whole = bytearray(data.draw(st.sampled_from([REQUEST, reply()])))
+    whole = bytearray(data.draw(st.sampled_from([REQUEST, reply(), small_reply()])))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(whole) - 1))
         piece = data.draw(

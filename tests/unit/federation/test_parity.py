@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "algorithm": {"name": "dp-scaffold", "lr": 0.1},
         "run": {"participation": 0.67},
     },
+    "dp-fedadamw, int8 both ways": {"federation": {"upload": "int8", "download": "int8"}},
+    "dp-fedadamw, bf16 both ways": {"federation": {"upload": "bf16", "download": "bf16"}},
+    "dp-scaffold, int8 up": {
+        "algorithm": {"name": "dp-scaffold", "lr": 0.1},
+        "federation": {"upload": "int8"},
+    },
     "dp-fedavg, weights by size": {
         "algorithm": {"name": "dp-fedavg", "lr": 0.1, "agg_weights": "size"}
     },
@@ -45,7 +51,15 @@ def test_a_federation_in_test_mode_takes_the_simulations_way(case: str, tmp_path
     found, seen = federated(job, federation)
     assert log == []
     assert float((expected - job.theta).norm()) > 1e-3
-    assert float((found - expected).abs().max()) < 1e-5
+    difference = (found - expected).abs()
+    if "federation" in CASES[case]:
+        # A last bit of a number may change its rounding by a step.
+        assert float(difference.median()) < 1e-5
+        assert float(difference.max()) < 1e-3
+        exact, _ = simulated(job_of(**{**CASES[case], "federation": {}}))
+        assert float((expected - exact).abs().max()) > 1e-5
+    else:
+        assert float(difference.max()) < 1e-5
     assert [round.clip for round in seen] == pytest.approx(
         [round.clip for round in rounds], rel=1e-5
     )

@@ -19,7 +19,7 @@ TERMS = Terms(
     rounds=3, local_steps=5, clients=3, cohort=3, lr=0.01,
     algorithm={"name": "dp-fedavg", "lr": 0.1}, model="ab", rate=0.05, expected=5.0, sigma=1.0,
     clip=0.5, clipping=ClippingTerms("flat", 0.01, 0.5, 0.2, 10.0), grid=True, equal_phi=True,
-    rows=0, head="", used=0, max_rounds=0,
+    rows=0, head="", used=0, max_rounds=0, upload="float32", download="float32",
 )  # fmt: skip
 STEP = Mechanism("poisson", 0.05, 1.0)
 RAW: dict[str, dict[str, Any]] = {

@@ -153,7 +153,12 @@ def slots_of(
         else np.zeros(0, np.int64)
     )
     return DrawnBatch(
-        np.array(rows, dtype=np.int64), c, u, owner, np.zeros(len(rows), dtype=np.int64)
+        np.array(rows, dtype=np.int64),
+        c,
+        u,
+        owner,
+        np.zeros(len(rows), dtype=np.int64),
+        np.zeros(len(owner), dtype=np.int64),
     )
 
 
@@ -449,7 +454,7 @@ def test_chunks_cover_everything_once_and_never_cut_a_unit(
     counts = np.array([count for _, count in units], dtype=np.int64)
     unit = np.repeat(np.arange(len(units)), counts)
     rows = np.random.default_rng(0).permutation(len(unit))
-    slots = DrawnBatch(rows, owner[unit], unit, owner, rows * 3)
+    slots = DrawnBatch(rows, owner[unit], unit, owner, rows * 3, owner + 5)
     chunks = slots.chunks(limit)
     first = 0
     for chunk in chunks:

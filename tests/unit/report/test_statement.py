@@ -25,6 +25,7 @@ from dpfed.report.statement.build import (
     statement_of,
     statement_of_run,
 )
+from dpfed.report.statement.registry import REGISTRY_SCHEMA, registry_entry
 from dpfed.report.statement.text import first_line, page, rows
 from dpfed.studies.study_reader import read_study
 from dpfed.training.budget.recorded_spending import RecordedSpending, read_recorded_spending
@@ -202,6 +203,25 @@ def test_the_json_form_fits_the_schema(gaussian: Path) -> None:
     assert not VALIDATOR.is_valid({**found, "guarantee": None})
     weak = {**found["guarantee"], "attack": []}
     assert not VALIDATOR.is_valid({**found, "guarantee": weak})
+
+
+def test_the_draft_for_the_registry_fits_its_schema(gaussian: Path) -> None:
+    statement = statement_of_run(gaussian)
+    found = json.loads(json.dumps(registry_entry(statement)))
+    schema = json.loads(REGISTRY_SCHEMA.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(found)
+    deployment = found["deployment"]
+    parameters = deployment["privacy_loss"]["privacy_parameters"]
+    server = guarantee_of(statement).observers[0]
+    assert parameters == {"epsilon": server.epsilon, "delta": 1e-5}
+    assert deployment["deployment_model"]["model_name"] == "Federated"
+    assert str(statement.ledger_head) in deployment["administrative"]["notes"]
+    # A misspelt key, or a value that the registry does not permit, is refused.
+    for wrong in ({**found, "tiers": 2}, {**found, "status": "draft"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(schema).validate(wrong)
+    with pytest.raises(DpfedError, match="no entry in the registry"):
+        registry_entry(stated(None))
 
 
 def test_a_statement_names_no_participant(gaussian: Path) -> None:

@@ -366,6 +366,7 @@ def test_no_memory_for_one_record_gives_a_one_sentence_error() -> None:
     with pytest.raises(StoppedError, match="not even one record of one client") as caught:
         after(job)
     assert "\n" not in str(caught.value)
+    assert 'take run.precision = "bf16", model.gradient_checkpointing = true' in str(caught.value)
     assert 1 in tried
     assert len(job.notes) == len(set(job.notes))
 

@@ -366,7 +366,7 @@ def test_describe_counts_lost_targets(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_labels_and_a_language_model_ask_which_is_meant(tmp_path: Path) -> None:
     folder = chat_model(tmp_path / "m")
-    words = r'and the data have labels: set model\.task to "causal" .* or to "classify"'
+    words = r'and the data have labels: set task to "causal" .* or to "classify"'
     with pytest.raises(DpfedError, match=words):
         fine_tune(folder, tmp_path / "out", LABELLED, test=LABELLED[:2])
     assert not (tmp_path / "out").exists()

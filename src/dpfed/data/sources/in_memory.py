@@ -24,7 +24,7 @@ from dpfed.data.labels import (
     set_names,
     with_names,
 )
-from dpfed.data.language import forms_in
+from dpfed.data.language import forms_in, refuse_half
 from dpfed.data.memory_columns import LABELS, client_data, columns_of, has_columns, joined, plain
 from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
@@ -99,8 +99,10 @@ def source_of(
     first, kind = _table(private, labels.parts[0])
     second, other = _table(public, labels.parts[1])
     if kind != other or first.inputs.keys() != second.inputs.keys():
+        names = [" and ".join(table.inputs) for table in (first, second)]
         raise DpfedError(
-            f"train has {kind} {sorted(first.inputs)} and test has {other} {sorted(second.inputs)}"
+            f"a record of train has {names[0]} and one of test has {names[1]}: "
+            "give both the same columns"
         )
     for name, x in first.inputs.items():
         _refuse_unlike(x, second.inputs[name])
@@ -156,8 +158,9 @@ def _given(data: Any, part: str) -> _Given:
     columns[CLIENT] = np.array(owners)
     stated = {_class_names(value) for value in clients.values()}
     names = stated.pop() if len(stated) == 1 else ()
-    sets = {set_names(value, label) for value in clients.values()}
-    return _Given(columns, part, names, sets.pop() if len(sets) == 1 else (), tuple(clients))
+    stated_sets = {set_names(value, label) for value in clients.values()}
+    sets = stated_sets.pop() if len(stated_sets) == 1 else ()
+    return _Given(columns, part, names, sets, tuple(clients))
 
 
 def _labels(
@@ -271,6 +274,7 @@ def _label_name(given: _Given) -> str:
     label = pick(given.columns, LABELS)
     if label is None:
         have = ", ".join(given.columns)
+        refuse_half(given.columns, given.part)
         raise DpfedError(f"{given.part} has no column called {' or '.join(LABELS)}; it has: {have}")
     return label
 

@@ -15,21 +15,21 @@ a JSON list; or `data.label` lists several columns of 0 and 1.
     client_column = "hospital"
 
 Any other column can be `data.client_column` or `data.unit_column`. In TSV files a quotation mark is
-a plain character.
+a plain character. If `path` is a folder, its files called `train` and `test` are the tables.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge
 
 from dpfed.config import DataSection, LabelTask
-from dpfed.data.columns import Columns, read_columns
+from dpfed.data.columns import READERS, Columns, read_columns
 from dpfed.data.files import reading
 from dpfed.data.labels import Column, Encoded, encode_as, no_labels, refuse_unlabelled
 from dpfed.data.language import input_columns, label_column, stated_columns
@@ -65,17 +65,46 @@ class TextTable(DataSection):
     ] = None
 
     def load(self, task: LabelTask = "classify") -> Source:
-        if self.path is None or self.test_path is None:
+        paths = self._paths()
+        if None in paths:
             raise DpfedError(
                 'data.name = "text-table" reads two tables (.csv, .tsv, .jsonl or .parquet): set '
                 "data.path to the private records and data.test_path to a public test set"
             )
-        paths = [Path(p).expanduser() for p in (self.path, self.test_path)]
-        with reading(paths[0]):
-            if paths[0].exists() and paths[1].exists() and paths[0].samefile(paths[1]):
+        return self._source([path for path in paths if path is not None], task)
+
+    def load_train(self, task: LabelTask = "classify") -> Source:
+        """Return the source of a client on a network; without a test set, `test` is `train`."""
+        private, test = self._paths()
+        if private is None or test is not None:
+            return self.load(task)
+        source = self._source([private, private], task)
+        return replace(source, test=source.train)
+
+    def load_test(self, task: LabelTask = "classify") -> Source:
+        """Return the source of a server on a network, which uses no training records."""
+        private, test = self._paths()
+        if test is None or private is not None:
+            return self.load(task)
+        return self._source([test, test], task)
+
+    def _paths(self) -> tuple[Path | None, Path | None]:
+        """Return the paths of the private and the test table; None for a path that is not set."""
+        paths = [None if p is None else Path(p).expanduser() for p in (self.path, self.test_path)]
+        private, test = paths
+        if private is None:
+            return None, test
+        with reading(private):
+            if private.is_dir():
+                return table_in(private, "train"), test or table_in(private, "test")
+            if test is not None and private.exists() and test.exists() and private.samefile(test):
                 raise DpfedError(
                     "data.test_path is data.path: the test set is public and must be other records"
                 )
+        return private, test
+
+    def _source(self, paths: list[Path], task: LabelTask) -> Source:
+        """Return the source of a table of training records and a table of test records."""
         train, test = (read_columns(path) for path in paths)
         names = input_columns(stated_columns(self), train.values, train.label)
         label = label_column(self, train.values)
@@ -136,3 +165,15 @@ class TextTable(DataSection):
             with reading(path), path.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         return digest.hexdigest()
+
+
+def table_in(folder: Path, name: str) -> Path:
+    """Return the only table with this name in a folder, such as train.jsonl."""
+    found = sorted(p for p in folder.glob(f"{name}.*") if p.suffix.lower() in READERS)
+    if len(found) != 1:
+        have = " and ".join(p.name for p in found) or "none"
+        raise DpfedError(
+            f"the folder {folder} needs one table {name}.csv, .tsv, .jsonl or .parquet and has "
+            f"{have}: set data.path and data.test_path to files"
+        )
+    return found[0]

@@ -8,9 +8,9 @@ crash neither loses nor repeats a charge. If a round was charged but has no stor
 epsilon stays spent.
 
 The server chooses theta. A malicious server could choose a theta at which one record changes the
-gradients of other records. The client therefore computes each record in a pass of its own
-(`policy.isolation = "exact"`). It also refuses a theta that is farther than `policy.max_distance`
-from the initial vector.
+gradients of other records. The client therefore computes records at randomly drawn places, in
+passes of a fixed shape (`policy.isolation = "exact"`, privacy/isolation/turns.py). It also refuses
+a theta that is farther than `policy.max_distance` from the initial vector.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dpfed.federation.client.budget_left import spending_line
 from dpfed.federation.client.request_checks import (
     check_scoring_round,
     check_training_round,
-    check_training_values,
+    read_training_values,
     refuse,
 )
 from dpfed.federation.client.round_setup import (
@@ -43,6 +43,7 @@ from dpfed.federation.client.round_setup import (
     RequestModel,
     algorithm_of,
     figures_of,
+    layouts_of,
     plan_of,
     run_config,
     streams_of,
@@ -63,9 +64,10 @@ from dpfed.federation.messages import (
     Reply,
     Request,
     ScoringRequest,
-    check_fields,
+    Terms,
     digest,
     pack,
+    read_fields,
     unpack_request,
 )
 from dpfed.federation.policy import (
@@ -96,6 +98,7 @@ from dpfed.training.job.data import (
 )
 from dpfed.training.job.device import device_of
 from dpfed.training.local_steps import run_local_steps
+from dpfed.training.messages.message_format import Field, Layout, draws, encode
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
@@ -138,7 +141,7 @@ class Client:
         self._device = device_of(config.client.device)
         refuse_unstated(config.model)
         refuse_scoring(config.model, config.policy.evaluate)
-        source = source or configured_source(config.data, config.model)
+        source = source or configured_source(config.data, config.model, "train")
         # Refuse bad settings at the start, not only at the first request.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)
@@ -210,14 +213,16 @@ class Client:
         check_training_round(terms, ledger, store)
         built = self._models.build(terms, algorithm)
         refuse(check_model(built.hash, terms, policy))
-        check_training_values(request, built, plan, policy, self._device)
+        up, down = layouts_of(terms, built)
+        fields = read_training_values(request, down, built, plan, policy)
         if algorithm.remembers:
             store.settle(terms.used)
         size = built.model.space.size
         memory = store.memory(terms.used, algorithm.remembers, size, self._device)
         store.keep_cap(terms.max_rounds)
         charge = charge_of(terms, mechanism, terms.local_steps, "train")
-        return Prepared(charge, partial(self._compute, request, built, plan, memory))
+        compute = partial(self._compute, terms, fields, built, plan, memory)
+        return Prepared(charge, partial(_rounded, terms, up, compute))
 
     def _prepare_scoring(self, request: ScoringRequest, ledger: Ledger, store: Store) -> Prepared:
         terms = request.terms
@@ -227,8 +232,8 @@ class Client:
         check_scoring_round(terms, ledger, store)
         built = self._models.build(terms, algorithm_of(terms))
         refuse(check_model(built.hash, terms, policy))
-        check_fields(request.fields, {"theta": (built.model.space.size,)})
-        theta = request.fields["theta"].to(self._device)
+        fields = read_fields(request.fields, {"theta": Field(built.model.space.size)})
+        theta = fields["theta"].to(self._device)
         refuse(check_distance(theta, built.start, policy))
         charge = charge_of(terms, mechanism, 1, PART)
         return Prepared(charge, partial(self._count, request, built, theta))
@@ -239,20 +244,27 @@ class Client:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
         # With the negative round number, counts get other random numbers than training.
-        noise = streams_of(terms).noise(-terms.round, 0, torch.device("cpu"))
-        counts = noised_counts(
-            built.model, theta, self._held_out, terms.sigma, noise, self.config.policy.isolation
-        )
-        return {"counts": counts}, {}
+        streams = streams_of(terms)
+        noise = streams.noise(-terms.round, 0, torch.device("cpu"))
+        exact = self.config.policy.isolation == "exact"
+        draws = streams.generator("place", -terms.round) if exact else None
+        counts = noised_counts(built.model, theta, self._held_out, terms.sigma, noise, draws)
+        return {"counts": counts.to(torch.float32)}, {}
 
     def _compute(
-        self, request: Request, built: RequestModel, plan: OwnPlan, memory: ClientState
+        self,
+        terms: Terms,
+        fields: Message,
+        built: RequestModel,
+        plan: OwnPlan,
+        memory: ClientState,
     ) -> tuple[Message, ClientState]:
         """Return the message and the client memory of one round, computed as a fleet of one client.
 
         Both contain only noised values and public constants.
+
+        fields  vectors of the request, as rounded by the server
         """
-        terms = request.terms
 
         def admit(theta: Tensor) -> None:
             # Each theta is computed from the request and noised values only. An error that depends
@@ -272,10 +284,9 @@ class Client:
                 grid=terms.grid,
                 isolation=self.config.policy.isolation,
             ),
-            PassLimits(self.config.client.max_slots),
+            PassLimits(self.config.client.max_slots, places=built.model.places),
             admit=admit,
         )
-        fields = {name: value.to(self._device) for name, value in request.fields.items()}
         figures = figures_of(terms, built.algorithm)
         ctx = build_context(built.model.space, plan, [0], figures, self._device)
         server = SimpleNamespace(**fields)
@@ -330,6 +341,17 @@ class Client:
                 self._log(spending_line(event, self.config.policy, charge, history))
         except (OSError, ValueError, RuntimeError, DpfedError) as error:
             LOG.warning("what was spent could not be logged: %s", error)
+
+
+def _rounded(
+    terms: Terms, layout: Layout, compute: Callable[[], tuple[Message, ClientState]]
+) -> tuple[Message, ClientState]:
+    """Return the message in the format that the server asks for, and the client memory.
+
+    Rounding follows the noise. Its random numbers are independent of noise and batches.
+    """
+    message, memory = compute()
+    return encode(message, layout, draws(streams_of(terms), "upload", terms.round)), memory
 
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:

@@ -58,7 +58,7 @@ def compared(config: ClientConfig) -> list[Declared]:
 
     The list has the units to train on, and the held-out units if `policy.evaluate` is set.
     """
-    source = configured_source(config.data, config.model)
+    source = configured_source(config.data, config.model, "train")
     unit = config.data.unit_column
     state = Path(config.client.state)
     if config.client.held_out_share and not (state / KEY).exists():

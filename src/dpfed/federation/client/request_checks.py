@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import torch
+from torch import Tensor
 
 from dpfed.algorithms.base import Facts
 from dpfed.errors import DpfedError
@@ -12,11 +12,12 @@ from dpfed.federation.client.round_setup import OwnPlan, RequestModel
 from dpfed.federation.client.storage import Store
 from dpfed.federation.client_config import Policy
 from dpfed.federation.held_out import PART
-from dpfed.federation.messages import AnyTerms, Request, Terms, check_fields
+from dpfed.federation.messages import AnyTerms, Request, Terms, read_fields
 from dpfed.federation.policy import RefusedError, check_distance
 from dpfed.privacy.grid_noise import grid_of
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.published import show_sigma
+from dpfed.training.messages.message_format import Layout
 
 LOG = logging.getLogger("dpfed")
 # Largest standard deviation of the noise on a mean gradient. Messages contain its square, which
@@ -100,16 +101,17 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
         ) from None
 
 
-def check_training_values(
-    request: Request, built: RequestModel, plan: OwnPlan, policy: Policy, device: torch.device
-) -> None:
-    """Raise RefusedError if a tensor or a number of the request is invalid.
+def read_training_values(
+    request: Request, layout: Layout, built: RequestModel, plan: OwnPlan, policy: Policy
+) -> dict[str, Tensor]:
+    """Return the vectors of a request, on the model's device.
 
-    Without this check, such a value would cause an error after the charge. The charge would then be
-    spent without a reply.
+    Raise RefusedError or MessageError if a tensor or a number of the request is invalid. Otherwise
+    such a value would cause an error after the charge, which would be spent without a reply.
     """
-    check_fields(request.fields, built.shapes)
-    refuse(check_distance(request.fields["theta"].to(device), built.start, policy))
+    device = built.start.device
+    fields = {name: x.to(device) for name, x in read_fields(request.fields, layout).items()}
+    refuse(check_distance(fields["theta"], built.start, policy))
     terms = request.terms
     facts = Facts(terms.equal_phi, True, False, varying_phi=plan.clipping.counts)
     try:
@@ -121,3 +123,4 @@ def check_training_values(
         raise RefusedError(f"refused: {error}") from None
     if not plan.noise_std(0) / float(plan.expected[0]) <= MAX_NOISE:
         refuse(f"sigma {show_sigma(terms.sigma)} makes noise beyond {MAX_NOISE:g}")
+    return fields

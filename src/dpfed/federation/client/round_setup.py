@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm
-from dpfed.config import Config, PrivacySection, RunSection, parse
+from dpfed.config import Config, FederationSection, PrivacySection, RunSection, parse
 from dpfed.errors import DpfedError
 from dpfed.federation.client_config import ClientConfig
 from dpfed.federation.messages import AnyTerms, Terms
@@ -21,8 +21,9 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Purpose, Streams
 from dpfed.privacy.plan import Plan
 from dpfed.registry import algorithms
-from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.model import build_model
+from dpfed.training.messages.message_format import Layout
+from dpfed.training.messages.message_size import layouts
 from dpfed.training.round_context import RoundFigures
 
 
@@ -33,14 +34,12 @@ class RequestModel:
     model   computes per-record gradients and scores
     start   initial vector `[P]`, from which `policy.max_distance` is measured
     hash    hash of the frozen weights (`model.model_hash`)
-    shapes  shape of each tensor in a request to train, by name
     """
 
     algorithm: Algorithm
     model: PerSample
     start: Tensor
     hash: str
-    shapes: dict[str, tuple[int, ...]]
 
 
 class ModelBuilder:
@@ -50,20 +49,24 @@ class ModelBuilder:
         self._config = config
         self._spec = spec
         self._device = device
-        self._cached: tuple[tuple[Algorithm, int, bool], RequestModel] | None = None
+        self._cached: tuple[tuple[Algorithm, int], RequestModel] | None = None
 
     def build(self, terms: AnyTerms, algorithm: Algorithm) -> RequestModel:
-        varying_phi = isinstance(terms, Terms) and terms.clipping.rule().counts
-        key = (algorithm, terms.seed, varying_phi)
+        key = (algorithm, terms.seed)
         if self._cached is None or self._cached[0] != key:
             config = run_config(self._config, algorithm, "seeded")
             streams = Streams(terms.seed)
             model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
-            _, broadcast = meta_message(algorithm, model.space, varying_phi=varying_phi)
-            shapes = {name: tuple(value.shape) for name, value in broadcast.items()}
             hash_ = model_hash(adapted.model, model.space)
-            self._cached = (key, RequestModel(algorithm, model, start, hash_, shapes))
+            self._cached = (key, RequestModel(algorithm, model, start, hash_))
         return self._cached[1]
+
+
+def layouts_of(terms: Terms, built: RequestModel) -> tuple[Layout, Layout]:
+    """Return the layouts of the reply to a request to train, and of the request."""
+    section = FederationSection(upload=terms.upload, download=terms.download)
+    varying_phi = terms.clipping.rule().counts
+    return layouts(built.algorithm, built.model.space, section, varying_phi)
 
 
 def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:

@@ -29,10 +29,13 @@ def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
 
 def opened(content: RecordDict) -> tuple[dict[str, str], bytes | None]:
     """Return the texts in the header of a message, and its bytes or None if it has none."""
-    header: Any = content.config_records.get(HEADER, {})
+    # Flower's views `config_records` and `array_records` would be reference cycles, which keep
+    # messages in memory until the garbage collector runs.
+    header: Any = content.get(HEADER, {})
     texts = {key: value for key in header if isinstance(value := header[key], str)}
     try:
-        data = content.array_records[PAYLOAD][DATA].data
+        record: Any = content[PAYLOAD]
+        data = record[DATA].data
     except (KeyError, AttributeError):
         data = None
     return texts, data if isinstance(data, bytes) else None

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dpfed.errors import StoppedError
@@ -25,6 +25,10 @@ TRAIN = "train"
 POLL_S = 0.2
 # Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
+# Replies that are fetched at once. Memory holds so many messages, whatever the number of clients.
+MAX_PULLS = 2
+# A reply that is not complete after so many seconds no longer counts in MAX_PULLS.
+STALLED_S = 5.0
 GREETING_TIMEOUT_S = 60.0
 # Flower reports an error if a node disconnects before it replies, or if its app does not start. The
 # request is sent this often over one connection.
@@ -53,11 +57,12 @@ class Sent:
 
 @dataclass
 class Exchange:
-    """The requests of one call of `send_all`, and the replies that have arrived so far."""
+    """The requests of one call of `send_all`, and the state of their replies."""
 
     requests: Mapping[str, bytes]
     timeout: float
-    replies: dict[str, bytes | Exception] = field(default_factory=dict)
+    # Names of the clients whose replies have arrived.
+    answered: set[str] = field(default_factory=set)
     # The connection over which each client got its request, by client name.
     connections: dict[str, Connection] = field(default_factory=dict)
     # Messages that wait for their replies, by Flower's message id.
@@ -67,7 +72,7 @@ class Exchange:
 
     @property
     def missing(self) -> set[str]:
-        return self.requests.keys() - self.replies.keys()
+        return self.requests.keys() - self.answered
 
 
 class Pulls:
@@ -76,36 +81,63 @@ class Pulls:
     Flower splits a large reply into pieces, and its call blocks until all pieces have arrived. With
     one call for all messages, a client could block the replies of all others: it would announce a
     piece and never send it. If it sent a damaged piece, the replies of the others would be lost.
+
+    At most MAX_PULLS threads work at once, so that memory does not hold all replies together.
     """
 
     def __init__(self, post: Post) -> None:
         self._post = post
         self._threads: dict[str, threading.Thread] = {}
-        self._found: dict[str, Delivery | Exception] = {}
+        self._found: dict[str, Delivery | Exception | None] = {}
+        # Start of the last thread for each message, in seconds of `time.monotonic`.
+        self._started: dict[str, float] = {}
+        self._finished = threading.Event()
 
-    def of(self, keys: Iterable[str]) -> list[tuple[str, Delivery | Exception]]:
-        """Wait at most `PULL_S` seconds, and return what the finished threads have fetched.
+    def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery | Exception]]:
+        """Wait at most `PULL_S` seconds, and yield what the threads have fetched.
 
-        Each element is a message id with its reply, or with the error of the call.
+        Each element is a message id with its reply, or with the error of the call. The messages
+        that have waited longest are tried first.
         """
-        wanted = list(keys)
+        wanted = sorted(keys, key=lambda key: self._started.get(key, 0.0))
+        waiting = [key for key in wanted if key not in self._threads]
         end = time.monotonic() + PULL_S
-        for key in wanted:
-            if key not in self._threads:
-                self._threads[key] = threading.Thread(target=self._look, args=(key,), daemon=True)
-                self._threads[key].start()
-        for key in wanted:
-            self._threads[key].join(max(0.0, end - time.monotonic()))
-        done = [key for key in wanted if not self._threads[key].is_alive()]
-        for key in done:
-            del self._threads[key]
-        return [(key, self._found.pop(key)) for key in done if key in self._found]
+        while True:
+            while waiting and self._busy() < MAX_PULLS:
+                self._start(waiting.pop(0))
+            self._finished.clear()
+            done = [key for key in wanted if key in self._threads and key in self._found]
+            for key in done:
+                del self._threads[key]
+                found = self._found.pop(key)
+                own = [found] if found is not None else []
+                # Keep no reference, so that the caller can free the reply before the next one.
+                del found
+                while own:
+                    yield key, own.pop()
+            over = time.monotonic() >= end
+            if over or not (waiting or any(key in self._threads for key in wanted)):
+                return
+            if not done:
+                self._finished.wait(max(0.0, end - time.monotonic()))
 
     def forget(self, keys: Iterable[str]) -> None:
         """Ignore replies to these messages that arrive later."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)
+            self._started.pop(key, None)
+
+    def _busy(self) -> int:
+        """Return the number of threads that count in MAX_PULLS."""
+        stalled = time.monotonic() - STALLED_S
+        keys = list(self._threads)
+        return sum(key in self._found or self._started[key] > stalled for key in keys)
+
+    def _start(self, key: str) -> None:
+        self._started[key] = time.monotonic()
+        self._threads[key] = threading.Thread(target=self._look, args=(key,), daemon=True)
+        self._threads[key].start()
 
     def _look(self, key: str) -> None:
         found: Delivery | Exception | None
@@ -113,8 +145,9 @@ class Pulls:
             found = self._post.take(key)
         except Exception as error:
             found = error
-        if key in self._threads and found is not None:
+        if key in self._threads:
             self._found[key] = found
+            self._finished.set()
 
 
 class PostTransport:
@@ -154,42 +187,44 @@ class PostTransport:
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
-    ) -> dict[str, bytes | Exception]:
-        """Send requests; return the replies that arrive within `timeout` seconds, by client name.
+    ) -> Iterator[tuple[str, bytes | Exception]]:
+        """Send requests; yield (client name, reply) when a reply arrives, for `timeout` seconds.
 
-        For a refusal or an unreadable reply, the value is an error. A client that connects again
+        For a refusal or an unreadable reply, the pair has an error. A client that connects again
         gets its request again. Replies to earlier calls are ignored.
         """
         exchange = Exchange(requests, timeout)
         end = time.monotonic() + timeout
         absent_end = time.monotonic() + self._absent
-        while time.monotonic() < min(end, absent_end):
-            self._stop()
-            connected = self._step(exchange)
-            present = exchange.missing & connected
-            # Before the first reply, wait for every missing client. After it, do not wait for
-            # clients that were also absent during the last exchange.
-            awaited = present or not exchange.replies or exchange.missing - self._gone
-            if not exchange.missing or not awaited:
-                break
-            time.sleep(POLL_S)
-            if present:
-                absent_end = time.monotonic() + self._absent
-        self._gone = exchange.missing - exchange.connections.keys()
-        self._pulls.forget(exchange.sent)
-        return exchange.replies
-
-    def _step(self, exchange: Exchange) -> set[str]:
-        """Send requests over new connections and collect replies; return the connected clients."""
         try:
-            connected = self.connected()
-            for name in exchange.missing & connected.keys():
-                if exchange.connections.get(name) != connected[name]:
-                    self._send(exchange, name, connected[name])
-            self._collect(exchange)
-        except LinkDownError:
-            self._alive()
-            return set()
+            while time.monotonic() < min(end, absent_end):
+                self._stop()
+                connected: set[str] = set()
+                try:
+                    connected = self._send_missing(exchange)
+                    yield from self._collect(exchange)
+                except LinkDownError:
+                    self._alive()
+                    connected = set()
+                present = exchange.missing & connected
+                # Before the first reply, wait for every missing client. After it, do not wait for
+                # clients that were also absent during the last exchange.
+                awaited = present or not exchange.answered or exchange.missing - self._gone
+                if not exchange.missing or not awaited:
+                    break
+                time.sleep(POLL_S)
+                if present:
+                    absent_end = time.monotonic() + self._absent
+        finally:
+            self._gone = exchange.missing - exchange.connections.keys()
+            self._pulls.forget(exchange.sent)
+
+    def _send_missing(self, exchange: Exchange) -> set[str]:
+        """Send requests over new connections, and return the connected clients."""
+        connected = self.connected()
+        for name in sorted(exchange.missing & connected.keys()):
+            if exchange.connections.get(name) != connected[name]:
+                self._send(exchange, name, connected[name])
         return set(connected)
 
     def wait_for(
@@ -269,38 +304,51 @@ class PostTransport:
         key = self._post.send(sent.node, kind, {NONCE: sent.nonce}, data, timeout)
         return {key: sent} if key else {}
 
-    def _pull(self, keys: Iterable[str]) -> list[tuple[str, Delivery]]:
-        """Return pairs of a message id and the reply to it, for all replies that have arrived."""
-        found: list[tuple[str, Delivery]] = []
-        for key, reply in self._pulls.of(keys):
-            if isinstance(reply, Exception):
-                raise reply
-            found.append((key, reply))
-        return found
+    def _pull(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery]]:
+        """Yield pairs of a message id and the reply to it, for all replies that have arrived."""
+        for key, found in self._pulls.of(keys):
+            if isinstance(found, Exception):
+                raise found
+            self._pulls.forget([key])
+            own = [found]
+            # Free the memory of a reply before the next one is fetched.
+            del found
+            yield key, own.pop()
 
-    def _collect(self, exchange: Exchange) -> None:
-        missing = exchange.missing
-        for key, reply in self._pull([k for k, s in exchange.sent.items() if s.name in missing]):
+    def _collect(self, exchange: Exchange) -> Iterator[tuple[str, bytes | Exception]]:
+        # Also fetch second replies of clients that connected again: otherwise their threads would
+        # count in MAX_PULLS until the end of the exchange.
+        for key, reply in self._pull(exchange.sent):
             sent = exchange.sent.pop(key)
-            if reply.broken:
-                error = MessageError("what it sent is no message of Flower's")
-                exchange.replies[sent.name] = error
-            elif reply.error is None:
-                exchange.replies[sent.name] = _checked_payload(reply, sent)
-            else:
-                self._send_again(exchange, sent)
+            if sent.name in exchange.answered:
+                continue
+            if reply.error is not None and _may_send_again(exchange, sent):
+                continue
+            exchange.answered.add(sent.name)
+            result = [_result_of(reply, sent)]
+            del reply
+            yield sent.name, result.pop()
 
-    def _send_again(self, exchange: Exchange, sent: Sent) -> None:
-        """Forget a client's connection, so that the client gets its request again.
 
-        After `MOST_SENDS` attempts give up. Flower's error text could contain a record, so it is
-        not used.
-        """
-        connection = exchange.connections.get(sent.name)
-        if connection is not None and exchange.sends[connection] >= MOST_SENDS:
-            exchange.replies[sent.name] = RefusedError(FAILURE)
-        else:
-            exchange.connections.pop(sent.name, None)
+def _may_send_again(exchange: Exchange, sent: Sent) -> bool:
+    """Forget a client's connection, so that the client gets its request again.
+
+    Return False after `MOST_SENDS` attempts over one connection.
+    """
+    connection = exchange.connections.get(sent.name)
+    if connection is not None and exchange.sends[connection] >= MOST_SENDS:
+        return False
+    exchange.connections.pop(sent.name, None)
+    return True
+
+
+def _result_of(reply: Delivery, sent: Sent) -> bytes | Exception:
+    if reply.broken:
+        return MessageError("what it sent is no message of Flower's")
+    if reply.error is not None:
+        # Flower's error text could contain a record, so it is not used.
+        return RefusedError(FAILURE)
+    return _checked_payload(reply, sent)
 
 
 def _checked_payload(reply: Delivery, sent: Sent) -> bytes | Exception:

@@ -1,9 +1,11 @@
 """The server of a federation: a backend of the round loop whose clients are on a network.
 
-The server sends each client of the cohort a request, checks the replies and averages the valid
-ones. The log names each client without a valid reply. If too few replies are valid, the server
-repeats the requests that have no valid reply. If too few are valid even then, the round is lost:
-the server's state stays as it is, and the next round begins.
+The server sends each client of the cohort a request, checks each reply when it arrives, and stores
+valid ones in files. At the end of the round it averages them in the order of the clients. Memory
+thus holds one message at a time, and the order of arrival does not change the mean. The log names
+each client without a valid reply. If too few replies are valid, the server repeats the requests
+that have no valid reply. If too few are valid even then, the round is lost: the server's state
+stays as it is, and the next round begins.
 
 The clients charge their own ledgers, so the round loop's `Spending` has no ledger here. It counts
 every client that got a request as charged. The server's epsilons are therefore upper bounds, and
@@ -17,12 +19,10 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
@@ -37,15 +37,15 @@ from dpfed.federation.messages import (
     ScoringRequest,
     ScoringTerms,
     Terms,
-    digest,
-    pack,
     unpack_reply,
 )
+from dpfed.federation.server.exchange import PackedRequests, delete_leftovers, stored_replies
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.backends.base import LostRoundError, WaitForCharge, no_charge
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import meta_message
 from dpfed.training.job.plan import client_names
+from dpfed.training.messages.message_format import Field, Layout
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
@@ -55,22 +55,33 @@ Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
 
 
 class Transport(Protocol):
-    """Sends requests to clients and returns their replies, both by client name.
+    """Sends requests to clients, and yields pairs of a client's name and its reply.
 
-    The result has no entry for a client that does not reply within `timeout` seconds. For a refusal
-    or an unreadable reply, the entry is an error.
+    A client that does not reply within `timeout` seconds has no pair. For a refusal or an
+    unreadable reply, the pair has an error.
     """
 
     def send_all(
         self, requests: Mapping[str, bytes], timeout: float
-    ) -> Mapping[str, bytes | Exception]: ...
+    ) -> Iterable[tuple[str, bytes | Exception]]: ...
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The name of a run in requests, and the folder for files of replies.
+
+    If `folder` is None, the files are in the system's folder of temporary files.
+    """
+
+    name: str
+    folder: Path | None = None
 
 
 class Federation:
     """The backend of the round loop for clients on a network.
 
-    Client i of the plan is the i-th name of `section.clients` in alphabetical order. `run` is the
-    run's name in requests. With `seeded`, the clients use repeatable noise (test mode).
+    Client i of the plan is the i-th name of `section.clients` in alphabetical order. With
+    `seeded`, the clients use repeatable noise (test mode).
 
     heads   row count and last hash of each client's ledger in its last reply
     used    last round in which each client's message was used
@@ -83,7 +94,7 @@ class Federation:
         self,
         job: Job,
         transport: Transport,
-        run: str,
+        place: RunPlace,
         section: FederationSection,
         seeded: bool = False,
         log: Log = lambda line: None,
@@ -98,16 +109,15 @@ class Federation:
             )
         self._job = job
         self._transport = transport
-        self._run = run
+        self._place = place
         self._section = section
         self._seeded = seeded
         self._log = log
         self._lost = 0
         self._model = model_hash(job.adapted.model, job.space)
-        message, _ = meta_message(job.algorithm, job.space, varying_phi=job.plan.clipping.counts)
-        self._shapes = {name: tuple(value.shape[1:]) for name, value in message.items()}
-        if job.plan.clipping.counts:
-            self._shapes["below"] = (1,)
+        self._rounding = message_rounding(job, section)
+        if place.folder is not None:
+            delete_leftovers(place.folder)
         self.scores: list[Score] = []
         self.heads: dict[int, tuple[int, str]] = {}
         self.used: dict[int, int] = {}
@@ -123,64 +133,68 @@ class Federation:
 
         `wait_for_charge` is not used, because each client charges its own ledger.
         """
-        requests = {i: self.training_request(t, state, i) for i in clients}
+        requests = self.training_requests(t, state, clients)
         needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
         limit = norm_limit(self._job, t, state)
-        replies: dict[int, Reply] = {}
-        for _ in range(1 + self._section.retries):
-            missing = {i: request for i, request in requests.items() if i not in replies}
-            replies |= self._exchange(missing, self._shapes, limit, "left out")
-            if len(replies) >= needed:
-                break
-        # Average in the order of the clients. The order of arrival would change the last bits.
-        replies = {i: replies[i] for i in clients if i in replies}
-        for i, reply in replies.items():
-            self.heads[i] = (reply.receipt.rows, reply.receipt.head)
-        if len(replies) < needed:
-            raise self._too_few(t, len(replies), needed)
-        self._lost = 0
-        self.used |= dict.fromkeys(replies, t)
-        return self._mean(replies), len(replies)
+        with stored_replies(self._place.folder) as replies:
+            for _ in range(1 + self._section.retries):
+                missing = {i: r for i, r in requests.items() if i not in replies.receipts}
+                for i, reply, data in self._exchange(missing, self._rounding.up, limit, "left out"):
+                    replies.put(i, reply.receipt, data)
+                    # Free this message before the next one is fetched.
+                    del reply, data
+                if len(replies.receipts) >= needed:
+                    break
+            answered = [i for i in clients if i in replies.receipts]
+            for i in answered:
+                self.heads[i] = (replies.receipts[i].rows, replies.receipts[i].head)
+            if len(answered) < needed:
+                raise self._too_few(t, len(answered), needed)
+            self._lost = 0
+            self.used |= dict.fromkeys(answered, t)
+            weights = self._weights(answered)
+            mean = replies.mean(answered, weights, self._rounding.up, self._job.device)
+            return mean, len(answered)
 
     def _exchange(
-        self,
-        requests: Requests,
-        shapes: Mapping[str, tuple[int, ...]],
-        limit: float,
-        consequence: str,
-    ) -> dict[int, Reply]:
-        """Send requests; return the valid replies by client number, and log why others are missing.
+        self, requests: Requests, layout: Layout, limit: float, consequence: str
+    ) -> Iterator[tuple[int, Reply, bytes]]:
+        """Send requests, and yield each valid reply when it arrives.
+
+        Yield the client's number, the reply and its bytes. Log why other replies are missing.
 
         limit        largest norm of a reply's `delta`
         consequence  text for the log: what happens to a client without a valid reply
         """
-        packed = {i: pack(request) for i, request in requests.items()}
-        found = self._transport.send_all(
-            {self._names[i]: data for i, data in packed.items()}, self._section.timeout
-        )
-        replies: dict[int, Reply] = {}
-        for i, request in requests.items():
-            terms = request.terms
+        numbers = {self._names[i]: i for i in requests}
+        packed = PackedRequests({name: requests[i] for name, i in numbers.items()})
+
+        def leave_out(name: str, reason: str) -> None:
+            t = requests[numbers[name]].terms.round
+            facts = {"round": t, "client": name, "reason": one_line(reason)}
+            text = f"round {t}: client {name!r} is {consequence}: {facts['reason']}"
+            self._log(LogLine(text, "left_out", **facts))
+
+        waiting = set(numbers)
+        for name, found in self._transport.send_all(packed, self._section.timeout):
+            waiting.discard(name)
+            if isinstance(found, Exception):
+                leave_out(name, str(found) or type(found).__name__)
+                continue
+            terms = requests[numbers[name]].terms
             try:
-                data = self._bytes_of(found.get(self._names[i]))
-                reply = unpack_reply(data, shapes, terms, digest(packed[i]), limit)
+                reply = unpack_reply(found, layout, terms, packed.digests[name], limit)
                 if isinstance(terms, ScoringTerms):
                     check_counts(reply, terms)
-                replies[i] = reply
             except DpfedError as error:
-                reason = one_line(str(error))
-                name = self._names[i]
-                facts = {"round": terms.round, "client": name, "reason": reason}
-                text = f"round {terms.round}: client {name!r} is {consequence}: {reason}"
-                self._log(LogLine(text, "left_out", **facts))
-        return replies
-
-    def _bytes_of(self, found: bytes | Exception | None) -> bytes:
-        if found is None:
-            raise MessageError(f"no answer within {self._section.timeout:g} seconds")
-        if isinstance(found, Exception):
-            raise MessageError(str(found) or type(found).__name__)
-        return found
+                leave_out(name, str(error))
+                continue
+            valid = [(numbers[name], reply, found)]
+            # Keep no reference, so that the caller can free the message before the next one.
+            del reply, found
+            yield valid.pop()
+        for name in sorted(waiting):
+            leave_out(name, f"no answer within {self._section.timeout:g} seconds")
 
     def _too_few(self, t: int, found: int, needed: int) -> DpfedError:
         self._lost += 1
@@ -204,14 +218,17 @@ class Federation:
         """
         held_out = [i for i, name in enumerate(self._names) if name in self._section.held_out]
         requests = {i: self.scoring_request(t, state, i) for i in held_out}
-        counts: dict[str, tuple[float, float]] = {}
-        for i, reply in self._exchange(requests, {"counts": (2,)}, 0.0, "not scored").items():
+        counts: dict[int, tuple[float, float]] = {}
+        layout = {"counts": Field(2)}
+        for i, reply, _ in self._exchange(requests, layout, 0.0, "not scored"):
             right, wrong = reply.fields["counts"].tolist()
-            counts[self._names[i]] = (right, wrong)
+            counts[i] = (right, wrong)
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
         number = t // self._section.evaluate_every
         delta = self._job.config.privacy.delta
-        score = score_of(t, counts, self._section.evaluate_sigma, number, delta)
+        # Add in the order of the clients: the order of arrival would change the last bits.
+        in_order = [counts[i] for i in sorted(counts)]
+        score = score_of(t, in_order, self._section.evaluate_sigma, number, delta)
         if score is not None:
             self.scores.append(score)
             self._log(str(score))
@@ -239,10 +256,15 @@ class Federation:
                 "the checkpoint does not say how the clients' ledgers stood: it is no server's"
             ) from None
 
-    def training_request(self, t: int, state: State, client: int) -> Request:
+    def training_requests(self, t: int, state: State, clients: Sequence[int]) -> dict[int, Request]:
+        """Return the requests of round t by client number; all share one copy of the vectors."""
+        fields = self._rounding.broadcast(t, state.server)
+        return {i: Request(self._training_terms(t, state, i), fields) for i in clients}
+
+    def _training_terms(self, t: int, state: State, client: int) -> Terms:
         job = self._job
         run, plan, schedule = job.config.run, job.plan, job.schedule
-        terms = Terms(
+        return Terms(
             **self._common_terms(t, client),
             rounds=run.rounds,
             local_steps=run.local_steps,
@@ -258,9 +280,9 @@ class Federation:
             equal_phi=plan.equal_phi,
             used=self.used.get(client, 0),
             max_rounds=schedule.cap or 0,
+            upload=self._section.upload,
+            download=self._section.download,
         )
-        fields = {name: getattr(state.server, name) for name in job.algorithm.broadcast}
-        return Request(terms, fields)
 
     def scoring_request(self, t: int, state: State, client: int) -> ScoringRequest:
         terms = ScoringTerms(
@@ -274,7 +296,7 @@ class Federation:
         """Return the fields that requests to train and requests for counts have in common."""
         rows, head = self.heads.get(client, (0, ""))
         return {
-            "run": self._run,
+            "run": self._place.name,
             "server": self._section.server,
             "client": self._names[client],
             "index": client,
@@ -287,23 +309,15 @@ class Federation:
             "head": head,
         }
 
-    def _mean(self, replies: Mapping[int, Reply]) -> Message:
-        """Return the weighted mean of the replies' tensors, by name.
+    def _weights(self, clients: Sequence[int]) -> list[float]:
+        """Return the weights of these clients' replies, which add up to 1.
 
-        The weights depend on public numbers only, and add up to 1 over these clients.
+        They depend on public numbers only.
         """
-        weights = torch.ones(len(replies))
+        weights = [1.0] * len(clients)
         if self._job.algorithm.agg_weights == "size":
-            weights = torch.tensor([float(self._job.plan.sizes[i]) for i in replies])
-        weights = (weights / weights.sum()).to(self._job.device)
-
-        def stacked(name: str) -> Tensor:
-            return torch.stack([reply.fields[name] for reply in replies.values()])
-
-        return {
-            name: torch.tensordot(weights, stacked(name).to(self._job.device), dims=1)
-            for name in self._shapes
-        }
+            weights = [float(self._job.plan.sizes[i]) for i in clients]
+        return [weight / sum(weights) for weight in weights]
 
 
 def check_counts(reply: Reply, terms: ScoringTerms) -> None:
@@ -324,22 +338,30 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """Return `config` as a server uses it: with secret noise, or repeatable noise if `seeded`.
 
-    Diagnostics are switched off, because they would need the clients' states.
+    Diagnostics are switched off, because they would need the clients' states. The precision is
+    that of the clients: with another one the hash of the frozen weights would differ.
     """
     client_names(config)
-    run = replace(config.run, noise="seeded" if seeded else "os", diagnostics=False)
+    noise = "seeded" if seeded else "os"
+    run = replace(config.run, noise=noise, diagnostics=False, precision="float32")
     return replace(config, run=run)
 
 
 def federation_of(
-    job: Job, run: str, transport: Transport, log: Log = lambda line: None
+    job: Job,
+    run: str,
+    transport: Transport,
+    log: Log = lambda line: None,
+    folder: Path | None = None,
 ) -> Federation:
     """Return the backend with remote clients, for a job that `prepare_server` has built.
 
-    The job's configuration must come from `served`. `run` is the run's name in requests.
+    The job's configuration must come from `served`. `run` is the run's name in requests, and
+    `folder` the run's folder.
     """
     section = job.config.federation or FederationSection()
-    return Federation(job, transport, run, section, job.config.run.noise == "seeded", log)
+    seeded = job.config.run.noise == "seeded"
+    return Federation(job, transport, RunPlace(run, folder), section, seeded, log)
 
 
 def refuse_unsendable(job: Job, names: Sequence[str]) -> None:

@@ -77,7 +77,7 @@ def serve_over(
     """Train with clients on a network, and return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
-        return federation_of(job, name, network.transport, network.say)
+        return federation_of(job, name, network.transport, network.say, out)
 
     def wait_for_clients(job: Job) -> None:
         enough = job.config.run.min_clients or job.schedule.cohort
@@ -94,13 +94,13 @@ class RoundLines(Callback):
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
         self._say = say
-        self._task = "classify"
+        self._task_name = "classify"
 
     def on_start(self, job: Job) -> None:
-        self._task = job.model.task.name
+        self._task_name = job.model.task.name
 
     def on_round(self, round: Round) -> None:
-        score = round_score(round, self._task)
+        score = round_score(round, self._task_name)
         self._say(f"round {round.t}/{self._rounds}  {score}  {round.seconds:.1f} s")
 
 

@@ -157,7 +157,7 @@ def compute_with_numbers(model: nn.Module) -> None:
     """Replace the class of every linear layer with a quantised weight, in place."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantised(module.weight):
-            module.__class__ = _plain_product(type(module))
+            module.__class__ = _plain_product(type(module))  # type: ignore[assignment]
 
 
 @once_per_class

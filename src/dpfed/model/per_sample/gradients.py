@@ -23,6 +23,7 @@ from dpfed.model.fast_paths.layer_norm import fuse_norms
 from dpfed.model.fast_paths.lora import fuse_lora
 from dpfed.model.fast_paths.swin import fuse_windows
 from dpfed.model.frozen.quantised import set_dtype
+from dpfed.model.generation import Generation
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.batched_layers import (
     BATCHED_LAYERS,
@@ -52,7 +53,8 @@ class PerSample:
     rows     number of records in one pass of `scores` on a CPU
 
     `shares_passes` is False for a mixture of experts, and for a model whose records change the
-    rounding of each other. With exact isolation, a pass of such a model has one record.
+    rounding of each other. `places` is the number of records in a pass of exact isolation. If it
+    must be 1, `alone` says why (`places.settle_places`).
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class PerSample:
         self.task = task
         self.rows = rows
         self.shares_passes = not has_experts(model)
+        self.places = 1
+        self.alone: str | None = None
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.
         self._lock = threading.Lock()
@@ -210,6 +214,17 @@ class PerSample:
             # Retry only here, outside `except`: there the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
+
+    def generate(self, vector: Tensor, **arguments: Any) -> Tensor:
+        """Call `generate` of a language model with the trainable vector `[P]`, without dropout."""
+        weights = {
+            f"model.{name}": w.to(self.dtype) for name, w in self.space.unflatten(vector).items()
+        }
+        with torch.no_grad(), self._lock:
+            found: Tensor = torch.func.functional_call(
+                Generation(self.model), weights, (), arguments
+            )
+        return found
 
     def records_at_once(self, device: torch.device) -> int:
         """Return how many records the first pass of `scores` has on this kind of device."""

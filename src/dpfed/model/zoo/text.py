@@ -368,7 +368,7 @@ class AutoText(TextSection):
         Literal["auto", "classify", "causal", "regress", "multilabel"],
         "learn classes, the next token, numbers, or several classes of a text; "
         "auto: classes or the next token, as the weights and the data say",
-    ] = "auto"
+    ] = "auto"  # type: ignore[assignment]
 
     def is_causal(self, classes: int) -> bool:
         if self.task != "auto":

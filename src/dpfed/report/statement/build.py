@@ -315,5 +315,10 @@ def attack_of(planned: Planned) -> tuple[Attack, ...]:
 
 def write_statement(statement: Statement, path: Path, for_release: bool = False) -> None:
     """Write the statement as JSON; `for_release` leaves the permissions to the umask."""
-    text = json.dumps(statement.as_dict(), indent=2, allow_nan=False) + "\n"
+    write_json(statement.as_dict(), path, for_release)
+
+
+def write_json(values: Mapping[str, Any], path: Path, for_release: bool = False) -> None:
+    """Write JSON values as a file; `for_release` leaves the permissions to the umask."""
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     write_file(path, lambda file: file.write(text.encode()), for_release=for_release)

@@ -119,12 +119,21 @@ class AuditSetting:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the setting that audits a job. Its random streams repeat no noise of the run."""
+    """Return the setting that audits a job. Its random streams repeat no noise of the run.
+
+    With a cap on rounds, no client takes part in more rounds, and the claim counts no more.
+    """
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     run = job.config.run
     delta = job.config.privacy.delta
     return AuditSetting(
-        job.plan, delta, run.rounds, run.local_steps, streams, job.device, run.max_slots
+        job.plan,
+        delta,
+        job.schedule.most_rounds,
+        run.local_steps,
+        streams,
+        job.device,
+        run.max_slots,
     )
 
 

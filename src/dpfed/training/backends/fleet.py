@@ -30,7 +30,9 @@ from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
+from dpfed.training.job.memory_advice import smaller
 from dpfed.training.local_steps import LocalResult, run_local_steps
+from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import context
 from dpfed.training.server_state import State
 
@@ -81,7 +83,9 @@ class Fleet:
         self._stop = stop
         self._check_messages = check_messages
         self._size = fleet_size(job)
+        self._rounding = message_rounding(job, job.config.federation)
         self._max_slots = job.config.run.max_slots
+        self._places = job.model.places
         self._fixed: dict[int, FixedSum] = {}
         self._fixed_fits = True
         self._warned = False
@@ -108,6 +112,7 @@ class Fleet:
         self._steps_planned = len(clients) * job.config.run.local_steps
         weights = self.weights(clients) if weights is None else weights
         total: Message = {}
+        server = self._rounding.received(t, state.server)
         parts = self._parts(clients, weights)
         while parts:
             part = parts.popleft()
@@ -119,9 +124,7 @@ class Fleet:
             steps_before = self._steps_done
             result: LocalResult | None = None
             try:
-                result = run_local_steps(
-                    job.algorithm, ctx, state.server, memory, oracle, after_step
-                )
+                result = run_local_steps(job.algorithm, ctx, server, memory, oracle, after_step)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -132,7 +135,8 @@ class Fleet:
                 continue
             self._lower_limits(oracle, uses_fixed)
             self._store(t, ctx, part, result)
-            for name, value in result.message.items():
+            answers = self._rounding.answers(t, part.clients, result.message)
+            for name, value in answers.items():
                 summed = torch.tensordot(part.weights, value, dims=1)
                 total[name] = total[name] + summed if name in total else summed
         return total, len(clients)
@@ -192,7 +196,7 @@ class Fleet:
                 grid=job.config.privacy.grid is True,
                 isolation=job.config.privacy.isolation,
             ),
-            PassLimits(self._max_slots, self._fixed_sum(part.clients)),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients), self._places),
             noise=part.noise,
             wait_for_charge=self._wait_for_charge,
         )
@@ -211,14 +215,14 @@ class Fleet:
         if count == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {job.device}, not even one record of "
-                "one client at a time: choose a smaller model or another run.device; "
-                "what was computed before is kept"
+                f"one client at a time: {smaller(job.config)}; what was computed before is kept"
             )
         free(job.device)
         half = (count + 1) // 2
         self._size = min(self._size, half)
         # Reset the limit, because fewer clients may leave room for larger passes.
         self._max_slots = job.config.run.max_slots
+        self._places = job.model.places
         self._warn_of_memory()
         return [
             Part(part.clients[rows], part.weights[rows], noise[rows])
@@ -231,8 +235,10 @@ class Fleet:
         used_fixed  True if the oracle began the round with passes of a fixed size
         """
         lost_fixed = used_fixed and oracle.fixed is None
-        if oracle.max_slots < self._max_slots or lost_fixed:
+        fewer = oracle.max_slots < self._max_slots or oracle.places < self._places
+        if fewer or lost_fixed:
             self._max_slots = oracle.max_slots
+            self._places = oracle.places
             self._fixed_fits = self._fixed_fits and not lost_fixed
             self._warn_of_memory()
 

@@ -14,7 +14,7 @@ import torch
 from dpfed.privacy.fixed_shape_sum import FixedSum, Pass, PassShape, slots_for
 from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import local_bytes
+from dpfed.training.messages.message_size import local_bytes
 
 # Number of copies of the clients' states in memory: before a step, after it, and one temporary.
 COPIES = 3

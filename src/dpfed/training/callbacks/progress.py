@@ -23,7 +23,7 @@ from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
-from dpfed.training.job.message_size import traffic
+from dpfed.training.messages.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
@@ -92,7 +92,7 @@ class ProgressDisplay(Display, Callback):
             TextColumn("[dim]{task.fields[activity]}"),
         ]
         super().__init__(columns, rounds, score="", epsilon="", activity="")
-        self._task = "classify"
+        self._task_name = "classify"
         self._show_warnings = show_warnings
         self._rounds = rounds
         self._clock = clock
@@ -108,7 +108,7 @@ class ProgressDisplay(Display, Callback):
         super().say(*lines)
 
     def on_start(self, job: Job) -> None:
-        self._task = job.model.task.name
+        self._task_name = job.model.task.name
         self.say(*summary(job), *(f"note: {note}" for note in job.notes))
         if self._show_warnings:
             self.say(*warning_lines(job.warnings))
@@ -125,13 +125,13 @@ class ProgressDisplay(Display, Callback):
         """Show a completed round; a plain log prints only about ROUND_LINES rounds of a run."""
         shown = {}
         if round.loss is not None:
-            shown["score"] = round_score(round, self._task)
+            shown["score"] = round_score(round, self._task_name)
         if round.epsilon is not None:
             shown["epsilon"] = show_loss(round.epsilon, 2)
         if self._update(completed=round.t, **shown):
             return
         if round.t % max(1, self._rounds // ROUND_LINES) == 0 or round.t == self._rounds:
-            score = round_score(round, self._task)
+            score = round_score(round, self._task_name)
             scores = f"{score}  epsilon {shown.get('epsilon', '-')}"
             self.say(f"round {round.t}/{self._rounds}  {scores}  {round.seconds:.1f} s")
 
@@ -149,7 +149,7 @@ def round_score(round: Round, task: str) -> str:
 def summary(job: Job) -> list[str]:
     """Return lines of text that state the sizes, the traffic and the privacy of a run."""
     plan, schedule = job.plan, job.schedule
-    sent = traffic(job.algorithm, job.space)
+    sent = traffic(job.algorithm, job.space, job.config.federation)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"
     if plan.private:
         privacy = f"privacy: {guarantee(job)}; clip norm {plan.clip:g}"

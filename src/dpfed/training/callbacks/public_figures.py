@@ -43,6 +43,7 @@ RESULT = (
     "kept_round",
     "metric",
     "metrics",
+    "examples",
     "versions",
     "python",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,9 +74,15 @@ def label_task(model: ModelSection) -> LabelTask:
     return model.task if model.task in ("regress", "multilabel") else "classify"
 
 
-def configured_source(data: DataSection, model: ModelSection) -> Source:
-    """Load the data source of a section, with the labels that the model learns."""
-    loader: Any = data
+def configured_source(
+    data: DataSection, model: ModelSection, part: Literal["both", "train", "test"] = "both"
+) -> Source:
+    """Load the data source of a section, with the labels that the model learns.
+
+    part  the tables that are used; some sources then need no file for the other table
+    """
+    whole: Any = data
+    load = whole.load if part == "both" else getattr(data, f"load_{part}", whole.load)
     task = label_task(model)
     if task not in data.tasks:
         raise DpfedError(
@@ -84,7 +90,7 @@ def configured_source(data: DataSection, model: ModelSection) -> Source:
             "other labels"
         )
     # Most sources know classes only, so their `load` has no argument.
-    source: Source = loader.load() if task == "classify" else loader.load(task)
+    source: Source = load() if task == "classify" else load(task)
     return source
 
 
@@ -242,11 +248,14 @@ def spec_of(source: Source, section: ModelSection) -> InputSpec:
     spec = replace(spec, task=source.task)
     if source.task != "regress":
         return spec
-    return replace(spec, **_standard(section, source.test.labels))
+    return standardised(spec, section, source.test.labels)
 
 
-def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
-    """Return the constants of standardised numbers: those stated, else of the public test set."""
+def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) -> InputSpec:
+    """Return the facts with the constants that standardise numbers.
+
+    The constants are those of the section, else of `numbers`, the labels of the public test set.
+    """
     center = section.target_mean
     scale = section.target_scale
     if center is None:
@@ -258,7 +267,7 @@ def _standard(section: ModelSection, numbers: np.ndarray) -> dict[str, float]:
                 f"all numbers of the test set are {numbers[0]}: set model.target_scale to the "
                 "spread of the numbers"
             )
-    return {"center": center, "scale": scale}
+    return replace(spec, center=center, scale=scale)
 
 
 def refuse_unstated(model: ModelSection) -> None:
@@ -300,7 +309,7 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     refuse_unstated(config.model)
     refuse_scoring(config.model, section is not None and section.evaluate_every > 0)
     if section is None or section.test_set:
-        source = configured_source(config.data, config.model)
+        source = configured_source(config.data, config.model, "test")
         # The server uses no training records, so test records replace them. The empty fingerprint
         # turns off the token cache, whose entries belong to the original tables.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
@@ -313,7 +322,7 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
         name = "pixel_values" if section.kind == "image" else "features"
         spec = InputSpec(section.kind, name, section.shape, outputs, section.white, task=task)
         if task == "regress":
-            spec = replace(spec, **_standard(config.model, np.zeros(0)))
+            spec = standardised(spec, config.model, np.zeros(0))
     elif published is not None and task == "classify":
         spec = published_spec(published, config.model)
     else:

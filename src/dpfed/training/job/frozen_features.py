@@ -128,7 +128,7 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
     if config.model.train != "head":
         return f'model.train = "{config.model.train}" trains more than the head'
     if config.privacy.isolation == "exact":
-        return 'privacy.isolation = "exact" computes no two records in one pass'
+        return 'privacy.isolation = "exact" computes all records at places that they draw'
     if config.data.augment != "none":
         return f'data.augment = "{config.data.augment}" changes a record each time it is used'
     device = ready.theta.device

@@ -20,10 +20,12 @@ from dpfed.model.per_sample.isolation_check import (
     check_isolation,
     records_mix,
 )
+from dpfed.model.per_sample.places import settle_places
 from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.device import set_threads
 from dpfed.training.job.job_cache import JobCache
+from dpfed.training.job.memory_advice import caused_by_memory, smaller
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Shorter runs are not compiled: compiling takes minutes and makes each step only a third faster.
@@ -63,15 +65,34 @@ def build_model(
     theta = space.flatten(trainable(parts.adapted.model)).detach().to(device)
 
     def make() -> tuple[PerSample, Adapted]:
-        return _checked_model(config, spec, streams, parts, theta), parts.adapted
+        try:
+            return _checked_model(config, spec, streams, parts, theta), parts.adapted
+        except Exception as error:
+            if not caused_by_memory(error):
+                raise
+        raise DpfedError(
+            f"{type(parts.adapted.model).__name__} does not fit into the memory of {device}: "
+            f"{smaller(config)}"
+        )
 
     if shared is None:
-        return ReadyModel(*make(), theta, parts.notes)
+        ready, adapted = make()
+        return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
     frozen = model_hash(parts.adapted.model, space, skip_replaced=True)
     compiles = (config.run.compile, worth_compiling(config, device))
     blocks = (space.block_names, space.blocks.numpy().tobytes())
-    key = (config.model, spec, device, config.run.precision, compiles, blocks, frozen)
-    return ReadyModel(*shared.get("model", key, make), theta, parts.notes)
+    exact = (config.privacy.isolation, config.data.views, config.run.max_slots)
+    key = (config.model, spec, device, config.run.precision, compiles, blocks, frozen, exact)
+    ready, adapted = shared.get("model", key, make)
+    return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
+
+
+def isolation_notes(model: PerSample) -> tuple[str, ...]:
+    """Return a note if exact isolation has to compute this model one record at a time."""
+    if model.alone is None:
+        return ()
+    kind = type(model.model).__name__
+    return (f"exact isolation computes one record at a time, because {kind} {model.alone}",)
 
 
 def _checked_model(
@@ -100,6 +121,9 @@ def _checked_model(
         check_isolation(ready, theta, synthetic, spec.classes, generator)
         mix = records_mix(ready, theta, synthetic, spec.classes, generator)
         ready.shares_passes = ready.shares_passes and not mix
+    if config.privacy.isolation == "exact":
+        views, rows = config.data.views, config.run.max_slots
+        settle_places(ready, theta, built.spec or spec, views, rows, generator)
     asked = config.run.compile
     if asked is True and config.privacy.isolation == "exact":
         raise DpfedError(

@@ -41,6 +41,8 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
         )
     if rule == "natural":
         notes.append(_natural_note(config, shards))
+    if source.task != "classify" and rule.startswith("dirichlet"):
+        notes.append("labels are not single classes, so clients get random records")
     notes += dealt_note(config)
     if not config.model.liveness:
         notes.append(
@@ -100,7 +102,7 @@ def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
 
     If the configuration declares the classes, they are not checked.
     """
-    if source.declared:
+    if source.declared or source.task != "classify":
         return []
     if len(source.classes) == 1:
         return [f"every record has the label {source.classes[0]!r}: there is nothing to learn"]

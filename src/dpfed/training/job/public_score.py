@@ -175,8 +175,8 @@ def kept_round(job: Job, last: Round) -> Round:
         return last
     theta = last.best.theta
     accuracy, loss = evaluate(job, theta)
-    scores = {"accuracy": accuracy, "loss": loss, "r2": r_squared(job, loss)}
-    return replace(last, theta=theta, **scores, score=own_score(job, theta))
+    kept = replace(last, theta=theta, accuracy=accuracy, loss=loss, r2=r_squared(job, loss))
+    return replace(kept, score=own_score(job, theta))
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:

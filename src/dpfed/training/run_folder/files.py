@@ -18,6 +18,7 @@ CHECKPOINTS = "checkpoint"
 COHORTS = "cohorts.key"
 LABEL_COUNTS = "holdings.json"
 STATEMENT = "statement.json"
+REGISTRY_ENTRY = "registry.json"
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

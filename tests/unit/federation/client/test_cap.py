@@ -31,7 +31,7 @@ def job() -> Job:
 
 
 def request_of(job: Job, t: int, **changed: Any) -> bytes:
-    request = server_of(job, {}).training_request(t, first_state(job), 0)
+    request = server_of(job, {}).training_requests(t, first_state(job), [0])[0]
     return pack(Request(dataclasses.replace(request.terms, **changed), request.fields))
 
 
@@ -40,9 +40,9 @@ def rounds_of(folder: Path, client: int = 0) -> list[int]:
 
 
 def test_the_server_states_the_cap_and_no_client_exceeds_it(job: Job, tmp_path: Path) -> None:
-    request = server_of(job, {}).training_request(1, first_state(job), 0)
+    request = server_of(job, {}).training_requests(1, first_state(job), [0])[0]
     assert request.terms.max_rounds == 2
-    plain = server_of(job_of(), {}).training_request(1, first_state(job_of()), 0)
+    plain = server_of(job_of(), {}).training_requests(1, first_state(job_of()), [0])[0]
     assert plain.terms.max_rounds == 0
     federation, _, log = federation_of(job, tmp_path)
     federated(job, federation)

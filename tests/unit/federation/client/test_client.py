@@ -40,6 +40,7 @@ from dpfed.privacy.oracle import FleetOracle
 from dpfed.privacy.published import show_loss
 from dpfed.training.budget.recorded_spending import own_ledger, own_spending
 from dpfed.training.job.job import Job
+from dpfed.training.messages.message_format import Field
 from dpfed.training.round_context import first_state
 
 
@@ -60,16 +61,16 @@ def scaffold() -> Job:
 def request_of(
     job: Job, t: int = 1, head: tuple[int, str] = (0, ""), used: int = 0, **changed: Any
 ) -> bytes:
-    request = server_of(job, {}).training_request(t, first_state(job), 0)
+    request = server_of(job, {}).training_requests(t, first_state(job), [0])[0]
     terms = dataclasses.replace(request.terms, rows=head[0], head=head[1], used=used, **changed)
     return pack(Request(terms, request.fields))
 
 
 def opened(data: bytes, request: bytes, job: Job) -> Reply:
-    shapes = {"delta": (job.space.size,), "v": (job.space.num_blocks,)}
+    layout = {"delta": Field(job.space.size), "v": Field(job.space.num_blocks)}
     if job.algorithm.name == "dp-scaffold":
-        shapes = {"delta": (job.space.size,), "c": (job.space.size,)}
-    return unpack_reply(data, shapes, unpack_request(request, 1 << 24).terms, digest(request), 1e9)
+        layout = {"delta": Field(job.space.size), "c": Field(job.space.size)}
+    return unpack_reply(data, layout, unpack_request(request, 1 << 24).terms, digest(request), 1e9)
 
 
 def test_the_same_request_gets_the_stored_bytes_and_is_charged_once(

@@ -1,4 +1,4 @@
-"""A client at a theta that the server chose: one record per pass, and within a distance."""
+"""A client at a theta that the server chose: passes of a fixed shape, and within a distance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def scoring_server(job: Job) -> Federation:
 
 
 def training(job: Job, **fields: Tensor) -> bytes:
-    request = scoring_server(job).training_request(1, first_state(job), 0)
+    request = scoring_server(job).training_requests(1, first_state(job), [0])[0]
     return pack(Request(request.terms, {**request.fields, **fields}))
 
 
@@ -71,19 +71,20 @@ def charged(folder: Path) -> list[str]:
     return [row.charge.part for row in rows_of(folder)]
 
 
-@pytest.mark.parametrize(("keys", "alone"), [({}, True), ({"isolation": "fast"}, False)])
-def test_records_are_computed_alone_unless_the_operator_says_otherwise(
-    job: Job, tmp_path: Path, passes: list[int], keys: dict[str, Any], alone: bool
+@pytest.mark.parametrize(("keys", "exact"), [({}, True), ({"isolation": "fast"}, False)])
+def test_passes_have_one_shape_unless_the_operator_says_otherwise(
+    job: Job, tmp_path: Path, passes: list[int], keys: dict[str, Any], exact: bool
 ) -> None:
     records = int(job.plan.sizes[0])
     client = client_of(job, 0, tmp_path, records=records, **HELD, **keys)
-    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
-    client._models.build(terms, job.algorithm)
+    terms = scoring_server(job).training_requests(1, first_state(job), [0])[0].terms
+    places = client._models.build(terms, job.algorithm).model.places
+    assert (places > 1) is exact
     for asked in (training(job), scoring(job, job.theta)):
         passes.clear()
         client.answer(asked)
-        assert len(passes) > 1 or not alone
-        assert (max(passes) == 1) is alone
+        assert len(passes) > 1 or not exact
+        assert (set(passes) == {places}) is exact
 
 
 def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(
@@ -94,7 +95,7 @@ def test_a_theta_beyond_the_policy_is_refused_before_anything_is_charged(
     near[5] = 2.9
     far = torch.zeros_like(job.theta)
     far[5] = 3.1
-    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
+    terms = scoring_server(job).training_requests(1, first_state(job), [0])[0].terms
     start = client._models.build(terms, job.algorithm).start
     for asked in (training(job, theta=start + far), scoring(job, start + far)):
         with pytest.raises(RefusedError, match=r"theta is 3\.1 away .* policy\.max_distance = 3"):
@@ -110,7 +111,7 @@ def test_an_iterate_beyond_the_policy_stops_the_round_which_stays_charged(
 ) -> None:
     """The server also chooses the global direction, which moves theta between two local steps."""
     client = client_of(job, 0, tmp_path)
-    terms = scoring_server(job).training_request(1, first_state(job), 0).terms
+    terms = scoring_server(job).training_requests(1, first_state(job), [0])[0].terms
     client._models.build(terms, job.algorithm)
     away = training(job, dg=torch.full_like(job.theta, 1e9))
     seen: list[float] = []
@@ -148,7 +149,7 @@ def test_neither_answer_nor_refusal_depends_on_the_declared_numbers_being_true(
         for out in (held, held + 1, max(1, held // 3), 10 * held):
             folder = tmp_path / f"{declared}-{out}"
             client = client_of(job, 0, folder, **{**HELD, "records": declared, "held_out": out})
-            request = scoring_server(job).training_request(1, first_state(job), 0)
+            request = scoring_server(job).training_requests(1, first_state(job), [0])[0]
             terms = dataclasses.replace(request.terms, expected=request.terms.rate * declared)
             client.answer(pack(Request(terms, request.fields)))
             score = scoring_server(job).scoring_request(1, first_state(job), 0)
@@ -193,7 +194,7 @@ def test_the_log_says_that_repeatable_noise_protects_nothing(job: Job, tmp_path:
     log: list[str] = []
     made = client_of(job, 0, tmp_path, allow_seeded=True)
     client = Client(made.config, made._source, insecure=True, log=log.append)
-    request = scoring_server(job).training_request(1, first_state(job), 0)
+    request = scoring_server(job).training_requests(1, first_state(job), [0])[0]
     terms = dataclasses.replace(request.terms, seeded=True)
     client.answer(pack(Request(terms, request.fields)))
     assert log == ["round 1 answered in test mode, with repeatable noise that protects nothing"]

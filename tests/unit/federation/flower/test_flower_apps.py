@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,26 @@ def test_replies_of_flowers_grid_become_plain_values() -> None:
     failed = GridPost(FakeGrid(flower_reply("m", 5))).take("m")  # type: ignore[arg-type]
     assert failed is not None
     assert (failed.error, failed.data) == (5, None)
+
+
+def test_messages_are_freed_without_the_garbage_collector() -> None:
+    arrays: list[Any] = []
+
+    class Arriving(FakeGrid):
+        def pull_messages(self, ids: list[str]) -> list[Any]:
+            reply = flower_reply("m")
+            arrays.append(weakref.ref(reply.content[PAYLOAD][DATA]))
+            return [reply]
+
+    post = GridPost(Arriving())  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        found = post.take("m")
+        assert found is not None
+        assert found.data == b"data"
+        assert arrays[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_link_that_is_away_is_told_from_a_broken_reply() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -86,10 +88,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(grid: FakePost, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
     transport: Any = PostTransport(grid, KEYS, **more)
-    found: dict[str, bytes | Exception] = transport.send_all(
-        {"a": b"for a", "b": b"for b"}, timeout
-    )
-    return found
+    return dict(transport.send_all({"a": b"for a", "b": b"for b"}, timeout))
 
 
 def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
@@ -139,17 +138,17 @@ def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
     away = grid.connected.pop(101)
     transport: Any = PostTransport(grid, KEYS, absent=0.05)
     requests = {"a": b"for a", "b": b"for b"}
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     first = grid.polls
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {"a": b"of a"}
+    assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     assert grid.polls == 1 < first
     del grid.connected[100]
     grid.polls = 0
-    assert transport.send_all(requests, 60.0) == {}
+    assert dict(transport.send_all(requests, 60.0)) == {}
     assert grid.polls > 1, "where nobody is there, all are waited for"
     grid.connected[101] = away
-    assert transport.send_all({"b": b"for b"}, 60.0) == {"b": b"of b"}
+    assert dict(transport.send_all({"b": b"for b"}, 60.0)) == {"b": b"of b"}
 
 
 def test_a_client_that_connects_late_is_asked_then() -> None:
@@ -227,12 +226,122 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     grid.take = take  # type: ignore[method-assign]
     transport: Any = PostTransport(grid, KEYS)
     try:
-        assert transport.send_all({"a": b"for a", "b": b"for b"}, 0.7) == {"b": b"of b"}
+        assert dict(transport.send_all({"a": b"for a", "b": b"for b"}, 0.7)) == {"b": b"of b"}
     finally:
         over.set()
     assert (transport._pulls._threads, transport._pulls._found) == ({}, {}), (
         "what is late is not kept"
     )
+
+
+def many(count: int, handler: Handler) -> tuple[FakePost, Any]:
+    """Return `count` clients c0, c1, ... that answer with `handler`, and their transport."""
+    names = [f"c{i}" for i in range(count)]
+    keys = {name: f"key of {name}".encode() for name in names}
+    grid = FakePost(**dict.fromkeys(names, handler))
+    for number, key in zip(list(grid.connected), keys.values(), strict=True):
+        grid.connected[number] = Node(number, key, "1")
+    return grid, PostTransport(grid, keys)
+
+
+def test_few_replies_are_fetched_at_once_and_stalled_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    grid, transport = many(6, answering(b"reply"))
+    real = grid.take
+    stalled = {"m0", "m1", "m2"}
+    busy: list[str] = []
+    most = [0]
+
+    def take(key: str) -> Delivery | None:
+        busy.append(key)
+        most.append(len([other for other in busy if other not in stalled]))
+        if key in stalled:
+            over.wait(30)
+        time.sleep(0.01)
+        found = real(key)
+        busy.remove(key)
+        return found
+
+    grid.take = take  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "STALLED_S", 0.1)
+    try:
+        found = dict(transport.send_all({f"c{i}": b"request" for i in range(6)}, 3.0))
+    finally:
+        over.set()
+    assert found == {f"c{i}": b"reply" for i in range(3, 6)}
+    assert max(most) <= module.MAX_PULLS
+
+
+def test_second_replies_of_the_same_clients_do_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid, transport = many(3, answering(b"reply"))
+    late = grid.connected.pop(102)
+    real = grid.take
+    first = {"m0", "m1"}
+    again = threading.Event()
+
+    def take(key: str) -> Delivery | None:
+        if key in first:
+            again.wait(30)
+        return real(key)
+
+    def poll(n: int) -> None:
+        if n == 2:
+            for number in (100, 101):
+                grid.connected[number] = replace(grid.connected[number], since="2")
+        if n == 4:
+            again.set()
+            time.sleep(0.05)
+            grid.connected[102] = late
+
+    grid.take = take  # type: ignore[method-assign]
+    grid.each_poll = poll
+    monkeypatch.setattr(module, "STALLED_S", 0.02)
+    monkeypatch.setattr(module, "PULL_S", 0.1)
+    found = dict(transport.send_all({f"c{i}": b"request" for i in range(3)}, 3.0))
+    assert found == {f"c{i}": b"reply" for i in range(3)}
+
+
+class Counted(bytes):
+    """Bytes that count how many of them are in memory."""
+
+    alive = 0
+
+    def __init__(self, *args: Any) -> None:
+        Counted.alive += 1
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def test_memory_holds_few_replies_whatever_the_number_of_clients() -> None:
+    grid, transport = many(12, answering(b"reply"))
+    real = grid.take
+
+    def take(key: str) -> Delivery | None:
+        found = real(key)
+        assert found is not None
+        return replace(found, data=Counted(b"reply"))
+
+    grid.take = take  # type: ignore[method-assign]
+    most = 0
+    gc.disable()
+    try:
+        count = 0
+        for _, data in transport.send_all({f"c{i}": b"request" for i in range(12)}, 5.0):
+            # Give the threads time to fetch more than they may.
+            time.sleep(0.02)
+            most = max(most, Counted.alive)
+            count += 1
+            del data
+    finally:
+        gc.enable()
+    assert count == 12
+    assert most <= module.MAX_PULLS + 1
+    assert Counted.alive == 0
 
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
@@ -254,10 +363,10 @@ def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
 def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:
     grid = FakePost(a=answering(b"of a"), b=silent)
     transport: Any = PostTransport(grid, KEYS)
-    assert transport.send_all({"b": b"round 1"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 1"}, 0.02)) == {}
     old = grid.sent[0]
     grid.replies["m0"] = Delivery(101, None, {NONCE: old.nonce}, b"late")
-    assert transport.send_all({"b": b"round 2"}, 0.02) == {}
+    assert dict(transport.send_all({"b": b"round 2"}, 0.02)) == {}
 
 
 def test_the_link_may_be_away_for_a_moment_but_not_for_good() -> None:
@@ -314,7 +423,8 @@ def client_named(name: str, greets: bool) -> Handler:
 def test_without_keys_nodes_say_their_names() -> None:
     post = FakePost(x=client_named("ada", True), y=client_named("bob", True))
     transport = PostTransport(post, None)
-    assert transport.send_all({"bob": b"123", "ada": b"456"}, 5.0) == {"bob": b"321", "ada": b"654"}
+    found = dict(transport.send_all({"bob": b"123", "ada": b"456"}, 5.0))
+    assert found == {"bob": b"321", "ada": b"654"}
 
 
 def test_with_keys_nodes_are_not_asked_for_their_names_and_do_not_say_them() -> None:

@@ -14,6 +14,7 @@ from served_case import KilledError, Net, config_of, serve
 from dpfed.cli.run import closing
 from dpfed.config import build, to_toml
 from dpfed.errors import DpfedError, StoppedError
+from dpfed.federation.server.server import served
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.registry import registry
 from dpfed.report.statement.build import statement_of_run
@@ -47,6 +48,12 @@ def test_a_server_and_a_simulation_of_one_configuration_take_the_same_way(
     assert max(float((one[k] - two[k]).abs().max()) for k in one) < 1e-5
     assert result["release"].startswith("simulation")
     assert not (tmp_path / "served" / "ledger.sqlite").exists()
+
+
+def test_a_server_has_the_precision_of_its_clients() -> None:
+    """With another precision the frozen weights would have another hash than at the clients."""
+    config = config_of(job_of(), run={"precision": "bf16"})
+    assert served(config).run.precision == "float32"
 
 
 def test_the_servers_job_has_no_private_record_and_the_simulations_plan() -> None:

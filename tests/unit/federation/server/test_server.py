@@ -15,6 +15,7 @@ from federation_case import (
     federation_of,
     job_of,
     names_of,
+    section_of,
     server_of,
     spending_of,
 )
@@ -22,9 +23,10 @@ from federation_case import (
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
 from dpfed.federation.policy import RefusedError
-from dpfed.federation.server.server import Federation, norm_limit
+from dpfed.federation.server.server import Federation, RunPlace, norm_limit
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.job.job import Job
+from dpfed.training.messages.message_format import Field, encode
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import RoundLoop
 
@@ -45,6 +47,11 @@ def say(delta: torch.Tensor | list[float], **changed: Any) -> Any:
         )
 
     return answer
+
+
+def say_fields(data: bytes, fields: dict[str, torch.Tensor]) -> bytes:
+    terms = unpack_request(data, 1 << 24).terms
+    return pack(Reply(Receipt(terms.run, terms.client, terms.round, digest(data), 1, "ab"), fields))
 
 
 def faulty(job: Job, answer: Any) -> tuple[Federation, list[str]]:
@@ -97,6 +104,75 @@ def test_the_round_goes_on_without_the_offender_who_is_named(answer: Any, what: 
     assert len(log[0]) < 400
     assert federation.used == {0: 1, 1: 1}
     assert federation.heads == {0: (1, "ab"), 1: (1, "ab")}
+
+
+def test_a_reply_in_another_format_costs_only_its_own_client() -> None:
+    job = job_of(
+        run={"min_clients": 2},
+        algorithm={"name": "dp-fedavg", "lr": 0.1},
+        federation={"upload": "int8"},
+    )
+    size = job.space.size
+    log: list[str] = []
+
+    def small(value: float, **changed: torch.Tensor) -> Any:
+        layout = {"delta": Field(size, "int8")}
+        sent = encode({"delta": torch.full((size,), value)}, layout, torch.rand) | changed
+        return lambda data: say_fields(data, sent)
+
+    clients = {
+        "clinic-0": small(1.0),
+        "clinic-1": small(3.0),
+        "clinic-2": small(9.0, **{"delta.scale": torch.tensor([float("nan")] * 2)}),
+    }
+    federation = server_of(job, clients, log.append)
+    mean, answered = federation.run_cohort(1, first_state(job), [0, 1, 2])
+    assert answered == 2
+    assert mean["delta"].tolist() == pytest.approx([2.0] * size)
+    assert "'clinic-2' is left out: delta.scale holds scales that are not finite" in log[0]
+    clients["clinic-2"] = say(torch.ones(size))
+    federation = server_of(job, clients, log.append)
+    assert federation.run_cohort(1, first_state(job), [0, 1, 2])[1] == 2
+    assert "delta is in float32, and int8 was asked for" in log[1]
+
+
+def test_the_order_of_arrival_changes_no_bit_and_files_of_replies_are_deleted(
+    tmp_path: Path,
+) -> None:
+    job = job_with()
+    generator = torch.Generator().manual_seed(1)
+    sent = {
+        name: say(torch.randn(job.space.size, generator=generator) * 10.0**i)
+        for i, name in enumerate(names_of(job))
+    }
+    (tmp_path / "replies-of-a-killed-server").mkdir()
+    found = []
+
+    class Turned(Loopback):
+        def send_all(self, requests: Any, timeout: float) -> Any:
+            for name in self.clients:
+                yield name, self._reply(name, requests[name])
+                assert list(tmp_path.glob("replies-*/*"))
+
+    for order in (sent, dict(reversed(sent.items()))):
+        place = RunPlace("run-1", tmp_path)
+        federation = Federation(job, Turned(order), place, section_of(job))
+        mean, _ = federation.run_cohort(1, first_state(job), [0, 1, 2])
+        found.append(mean["delta"])
+        assert list(tmp_path.glob("replies-*")) == []
+    assert torch.equal(*found)
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    job = job_with()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DpfedError, match=r"0\.safetensors cannot be written: No space left"):
+        faulty(job, None)[0].run_cohort(1, first_state(job), [0, 1, 2])
 
 
 @pytest.mark.parametrize("least", [3, None])

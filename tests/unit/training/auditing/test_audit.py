@@ -21,6 +21,7 @@ from dpfed.privacy import oracle as oracle_module
 from dpfed.privacy import sampling as sampling_module
 from dpfed.privacy.auditing.laws import Law
 from dpfed.privacy.auditing.report import Report, disproofs
+from dpfed.privacy.auditing.shifts import MAX_RATIO
 from dpfed.privacy.clipping import Clipping, UnitRows
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.noise import Streams
@@ -270,11 +271,16 @@ def test_other_mechanisms_pass_and_their_broken_builds_do_not(
     assert all(report.disproved for report in audit_oracle(setting, 2000, CONFIDENCE)[1:])
 
 
-def test_a_count_that_is_charged_with_the_sum_lowers_the_bound() -> None:
-    """With quantile clipping the sum alone has more noise than the charged multiplier."""
-    setting = setting_with(clients=500, clipping=Clipping("quantile"))
-    report = audit_oracle(setting, 2000, CONFIDENCE)[2]
-    assert 0.3 * report.claimed < report.lower <= report.claimed
+def test_a_count_that_is_charged_with_the_sum_lowers_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With quantile clipping the sum alone has more noise, here 2.4 times the charged one."""
+    setting = setting_with(clients=30, clipping=Clipping("quantile", count_noise=1.1))
+    assert setting.sum_multipliers[0] == pytest.approx(4.0 * 2.4, rel=0.01)
+    # Without noise the bound reports the largest ratio, which is that of the sum.
+    monkeypatch.setattr(Plan, "noise_std", lambda plan, i: 0.0)
+    report = audit_oracle(setting, 60, CONFIDENCE)[2]
+    assert report.lower == pytest.approx(setting.epsilon_at(MAX_RATIO / 2.4), rel=0.01)
 
 
 # --- a whole job and the command ---
@@ -335,6 +341,19 @@ def test_the_claim_is_the_worst_clients_for_the_steps_audited() -> None:
     assert fewer.epsilons().max() < each.max()
     assert list(chosen_clients(each, 1)) == [1]
     assert 1 in chosen_clients(each, 2)
+
+
+def test_the_claim_counts_the_rounds_of_a_capped_client() -> None:
+    """Balanced cohorts of half the clients: each takes part in two of four rounds."""
+    capped = job(
+        "run.rounds=4",
+        "run.participation=0.5",
+        "run.cohort_choice=balanced",
+        "privacy.target_epsilon=3",
+    )
+    setting = setting_of(capped)
+    assert (setting.rounds, capped.config.run.rounds) == (2, 4)
+    assert setting.epsilons().max() == pytest.approx(3.0, abs=0.01)
 
 
 def test_the_audit_never_replays_the_runs_randomness() -> None:

@@ -22,7 +22,7 @@ from dpfed.training.backends.memory_fit import (
     slots_of,
 )
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.job.message_size import local_bytes
+from dpfed.training.messages.message_size import local_bytes
 from dpfed.training.round_context import context, first_state
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from command import dpfed
 
 import dpfed as library
 from dpfed.training.callbacks import progress
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.callbacks.progress import ProgressDisplay
+from dpfed.training.rounds import Round
 
 
 class Clock:
@@ -74,3 +77,16 @@ def test_python_shows_activity_too(
     short = {"run.rounds": 1, "run.local_steps": 2}
     library.fine_tune("linear", train, test, clients=2, settings=short, out=tmp_path / "run")
     assert "round 1/1  local steps 2 of 4" in capsys.readouterr().err
+
+
+def test_a_bar_shows_the_score_of_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, the bar has a task of its own, which is not the task of the model."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("dpfed.training.callbacks.progress.summary", lambda job: [])
+    model = SimpleNamespace(task=SimpleNamespace(name="regress"))
+    shown = ProgressDisplay(1)
+    assert shown._bar is not None
+    with shown:
+        shown.on_start(SimpleNamespace(model=model, notes=[], warnings=[]))  # type: ignore[arg-type]
+        shown.on_round(Round(1, None, 0.5, 2.0, 1, 1, 0.1, 1.0, torch.zeros(1), r2=0.25))
+    assert shown._bar.tasks[0].fields["score"] == "R2 0.250"

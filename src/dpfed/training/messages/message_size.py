@@ -5,7 +5,6 @@ The algorithm runs once on torch's meta tensors, which have shapes but no values
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 
 from dpfed.algorithms.base import Algorithm, Context, Message
+from dpfed.config import FederationSection
 from dpfed.model.parameter_vector import Space
+from dpfed.training.messages.message_format import Layout, layout_of
 
 META = torch.device("meta")
 
@@ -22,7 +23,8 @@ META = torch.device("meta")
 class Traffic:
     """Sizes of one client's messages in one round: up to the server, and down from the server.
 
-    Each size is a count of numbers and a count of bytes. The few public numbers of a round, such as
+    Each size is a count of numbers and a count of bytes, which depends on `federation.upload` and
+    `federation.download`. The few public numbers of a round, such as
     learning rate and clip norm, are not counted.
     """
 
@@ -35,10 +37,39 @@ class Traffic:
         return asdict(self)
 
 
-def traffic(algorithm: Algorithm, space: Space) -> Traffic:
-    """Return the size of a client's message to the server and of the server's broadcast."""
-    up, down = meta_message(algorithm, space)
-    return Traffic(*_size(up.values()), *_size(down.values()))
+def traffic(
+    algorithm: Algorithm, space: Space, section: FederationSection | None = None
+) -> Traffic:
+    """Return the size of a client's message to the server and of the server's broadcast.
+
+    section  [federation], which has the formats of messages; None for float32
+    """
+    return Traffic(*(n for layout in layouts(algorithm, space, section) for n in _total(layout)))
+
+
+def layouts(
+    algorithm: Algorithm,
+    space: Space,
+    section: FederationSection | None = None,
+    varying_phi: bool = False,
+) -> tuple[Layout, Layout]:
+    """Return the layouts of a client's message to the server and of the server's broadcast."""
+    section = section or FederationSection()
+    message, broadcast = meta_message(algorithm, space, varying_phi)
+    up = {name: value.shape[1] for name, value in message.items()}
+    if varying_phi:
+        # Quantile clipping adds one noised share to each message.
+        up["below"] = 1
+    down = {name: len(value) for name, value in broadcast.items()}
+    return (
+        layout_of(up, algorithm, space.size, section.upload),
+        layout_of(down, algorithm, space.size, section.download),
+    )
+
+
+def _total(layout: Layout) -> tuple[int, int]:
+    fields = layout.values()
+    return sum(field.size for field in fields), sum(field.bytes for field in fields)
 
 
 def meta_message(
@@ -55,7 +86,8 @@ def meta_message(
 def local_bytes(algorithm: Algorithm, space: Space) -> int:
     """Return the bytes that the algorithm's state of one client takes during a round."""
     _, local, _ = _meta_round(algorithm, space)
-    return _size(x for x in vars(local).values() if isinstance(x, Tensor))[1]
+    tensors = [x for x in vars(local).values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _meta_round(
@@ -103,8 +135,3 @@ class _MetaOracle:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)
 
     again = __call__
-
-
-def _size(tensors: Iterable[Tensor]) -> tuple[int, int]:
-    counts = [(x.numel(), x.numel() * x.element_size()) for x in tensors]
-    return sum(n for n, _ in counts), sum(size for _, size in counts)

@@ -14,7 +14,7 @@ from dpfed.model.parameter_vector import Space
 from dpfed.registry import registry
 from dpfed.training.backends.fleet import Fleet
 from dpfed.training.job.job import Job, prepare
-from dpfed.training.job.message_size import Traffic, traffic
+from dpfed.training.messages.message_size import Traffic, traffic
 from dpfed.training.round_context import first_state
 
 P = 12

@@ -1,0 +1,172 @@
+"""Attack the isolation of records: search for a theta at which one unit moves the sum too far.
+
+A malicious server chooses theta. The attack deletes one unit from a data set, keeps all other
+random draws (keys and places), and compares the clipped sums before noise is added. With exact
+isolation the sum moves by at most C, at every theta, and all other gradients stay bitwise equal.
+See docs/privacy.md, "Isolation of records".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfed.data.partition import Shards, shards_of
+from dpfed.errors import DpfedError
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
+from dpfed.privacy.plan import Plan
+from dpfed.privacy.record_batch import PrivateData, Records
+from dpfed.privacy.sampling import DrawnBatch
+from dpfed.training.job.job import Job
+
+# Most units of the attacked data set.
+MAX_UNITS = 48
+# A sum in float64 may move by this much more than C.
+SLACK = 1e-6
+# Largest absolute entry of a theta. Far larger entries overflow, and every gradient is then zero.
+LARGEST = 800.0
+# A theta is drawn anew with this probability; otherwise the best theta so far is changed.
+FRESH = 0.5
+
+
+@dataclass(frozen=True)
+class ServerAttack:
+    """The result of a search.
+
+    isolation  the isolation that was attacked, "exact" or "fast"
+    places     records in each pass of exact isolation
+    moved      the largest movement of the clipped sum that was found, in units of C
+    thetas     number of thetas that were tried
+    units      number of units in the attacked data set
+    """
+
+    isolation: str
+    places: int
+    moved: float
+    thetas: int
+    units: int
+
+    @property
+    def broken(self) -> bool:
+        """True if isolation should be exact, and one unit moved the sum by more than C."""
+        return self.isolation == "exact" and not self.moved <= 1 + SLACK
+
+
+class AttackedOracle(FleetOracle):
+    """An oracle that shows its clipped sums before noise. Never use it on a client."""
+
+    def batch(self) -> DrawnBatch:
+        return self._draw()
+
+    def sum_before_noise(self, theta: Tensor, batch: DrawnBatch) -> Tensor:
+        """Return the clipped sum of a batch `[P]` in float64, in units of C."""
+        total, _ = self._clipped_sum(theta.unsqueeze(0), batch)
+        scale = 1.0 if self._grid is None else self._grid[0].step
+        return total[0].double() * (scale / self._plan.clip)
+
+
+def attack_server(
+    job: Job, seconds: float, oracle: type[AttackedOracle] = AttackedOracle
+) -> ServerAttack:
+    """Search thetas for some seconds, and return the largest movement found.
+
+    The search changes at random what moved the sum furthest so far. It is seeded by the run's seed.
+
+    oracle  the oracle to attack; tests set a faulty class
+    """
+    if not 0 < seconds < float("inf"):
+        raise DpfedError(f"--seconds {seconds:g} is not allowed: give a number above 0")
+    target = _Target(job, oracle)
+    generator = torch.Generator().manual_seed(job.config.run.seed)
+    end = time.monotonic() + seconds
+    best = job.theta
+    moved = target.movement(best)
+    thetas = 1
+    while time.monotonic() < end:
+        theta = _candidate(job.theta, best, generator)
+        found = target.movement(theta)
+        thetas += 1
+        if found > moved:
+            best, moved = theta, found
+    isolation = job.config.privacy.isolation
+    places = job.model.places if isolation == "exact" else 1
+    return ServerAttack(isolation, places, moved, thetas, target.units)
+
+
+def _candidate(start: Tensor, best: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the next theta: a random one, or the best one with some entries changed."""
+    noise = torch.randn(len(start), generator=generator).to(start.device)
+    fresh, size = torch.rand(2, generator=generator).tolist()
+    if fresh < FRESH:
+        spread = float(10 ** (3 * size - 1))
+        return (start + spread * noise).clamp(-LARGEST, LARGEST)
+    share = torch.rand(len(start), generator=generator).to(start.device)
+    step = float(best.std()) if len(best) > 1 else 1.0
+    changed = torch.where(share < 10 ** (-2 * size), best + step * noise, best)
+    return changed.clamp(-LARGEST, LARGEST)
+
+
+class _Target:
+    """Two data sets that differ by their first unit, with coupled random draws."""
+
+    def __init__(self, job: Job, oracle: type[AttackedOracle]) -> None:
+        units = min(int(job.shards.sizes[0]), MAX_UNITS)
+        if job.served or units < 2:
+            raise DpfedError(
+                "dpfed audit --server needs records of a client: "
+                "use a configuration whose first client has two of them or more"
+            )
+        rows, sizes = job.shards.slots(0, np.arange(units))
+        inputs, labels = job.records.take(torch.from_numpy(rows).to(job.device))
+        self.units = units
+        self._job = job
+        self._make = oracle
+        self._records = Records(inputs, labels)
+        self._unit = np.repeat(np.arange(units), sizes)
+        gone = int(sizes[0])
+        kept = torch.arange(gone, len(rows), device=job.device)
+        self._whole = self._oracle(self._records, self._unit)
+        self._less = self._oracle(Records(*self._records.take(kept)), self._unit[gone:])
+        self._gone = gone
+
+    def _oracle(self, records: Records, unit: np.ndarray) -> AttackedOracle:
+        job = self._job
+        shards: Shards = shards_of(np.zeros(len(unit), dtype=np.int64), 1, unit)
+        sizes = shards.sizes
+        plan = Plan(
+            sampling="poisson",
+            clip=job.plan.clip,
+            sizes=sizes,
+            rates=np.ones(1),
+            expected=sizes.astype(float),
+            multipliers=job.plan.multipliers[:1],
+            clipping=job.plan.clipping,
+        )
+        privacy = job.config.privacy
+        terms = RoundTerms(
+            plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
+        )
+        data = PrivateData(job.model, records, shards, job.view)
+        limits = PassLimits(job.config.run.max_slots, places=job.model.places)
+        return self._make(data, terms, limits)
+
+    def movement(self, theta: Tensor) -> float:
+        """Delete the first unit and return how far the clipped sum moves, in units of C."""
+        whole = self._whole.batch()
+        # The coupling: every other unit keeps its keys and its place.
+        less = replace(
+            whole,
+            row=whole.row[self._gone :] - self._gone,
+            client=whole.client[self._gone :],
+            unit=whole.unit[self._gone :] - 1,
+            owner=whole.owner[1:],
+            key=whole.key[self._gone :],
+            place=whole.place[1:],
+        )
+        before = self._whole.sum_before_noise(theta, whole)
+        after = self._less.sum_before_noise(theta, less)
+        return float((before - after).norm())

@@ -1,0 +1,1 @@
+"""Messages of a round: formats of their vectors, rounding in simulations, and sizes."""
