@@ -285,7 +285,7 @@ def read_fields(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]
 
 def _norm(value: Tensor) -> float:
     """Return the Euclidean norm in float64, without a float64 copy of the whole vector."""
-    return math.hypot(*(float(piece.double().norm()) for piece in value.split(1 << 20)))
+    return math.hypot(*(float(piece.double().norm()) for piece in torch.split(value, 1 << 20)))
 
 
 def _sent_sizes(layout: Layout) -> dict[str, int]:

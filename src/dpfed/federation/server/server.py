@@ -342,8 +342,9 @@ def served(config: Config, seeded: bool = False) -> Config:
     that of the clients: with another one the hash of the frozen weights would differ.
     """
     client_names(config)
-    noise = "seeded" if seeded else "os"
-    run = replace(config.run, noise=noise, diagnostics=False, precision="float32")
+    run = replace(config.run, noise="os", diagnostics=False, precision="float32")
+    if seeded:
+        run = replace(run, noise="seeded")
     return replace(config, run=run)
 
 
