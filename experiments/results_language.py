@@ -29,8 +29,8 @@ def language_cells(arms: Rows, runs: Rows) -> tuple[list[str], list[list[str]]]:
             named(arm["arm"]),
             " ".join(f"{key} {float(arm[key]):g}" for key in RATES if arm[key]) or "–",
             arm["inside_grid"] or "–",
-            show_perplexity(before),
-            show_perplexity(after),
+            "–" if before is None else show_perplexity(before),
+            "–" if after is None else show_perplexity(after),
         ]
         line += [percent(exact, None)] * with_words
         spent = show_loss(float(epsilon), 2) if epsilon else "no privacy"

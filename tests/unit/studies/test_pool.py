@@ -20,6 +20,7 @@ from dpfed.config import load, to_dict
 from dpfed.registry import registry
 from dpfed.studies.outcomes import Task, key_of, read_outcome
 from dpfed.studies.pool import Pool, Worker, run_one, run_pack, visible_gpu
+from dpfed.training.job.data import label_task
 from dpfed.training.job.job_cache import JobCache
 from dpfed.training.run_folder.files import RESULT
 
@@ -84,7 +85,8 @@ def test_a_defect_is_reported_with_its_place(tmp_path: Path) -> None:
 
     good = task()
     config = load("digits", BASE, registry())
-    answer = run_one(good.tables, tmp_path / "a", True, {config.data: Broken()})
+    sources = {(config.data, label_task(config.model)): Broken()}
+    answer = run_one(good.tables, tmp_path / "a", True, sources)
     assert answer is not None
     assert "AttributeError" in answer
     assert "line" in answer

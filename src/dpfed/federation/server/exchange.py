@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Message
 from dpfed.federation.messages import Receipt, Request, ScoringRequest, digest, pack
+from dpfed.privacy.ledger.private_files import open_private
 from dpfed.training.messages.message_format import SCALE, Layout, decode
 from dpfed.training.run_folder.atomic_file import short_errors
 
@@ -58,8 +59,8 @@ class StoredReplies:
 
     def put(self, client: int, receipt: Receipt, data: bytes) -> None:
         path = self._path(client)
-        with short_errors(path):
-            path.write_bytes(data)
+        with short_errors(path), open_private(path, "wb") as file:
+            file.write(data)
         self.receipts[client] = receipt
 
     def mean(

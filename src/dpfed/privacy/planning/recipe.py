@@ -94,5 +94,5 @@ def automatic_lr(facts: RecipeFacts) -> float:
     return rounded(facts.spread * damping * math.sqrt(facts.floor) / walk)
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+def rounded(lr: float) -> float:
+    return float(f"{lr:.3g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from federation_case import (
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
 from dpfed.federation.policy import RefusedError
+from dpfed.federation.server import exchange
 from dpfed.federation.server.server import Federation, RunPlace, norm_limit
 from dpfed.model.frozen.model_hash import model_hash
 from dpfed.training.job.job import Job
@@ -166,11 +167,11 @@ def test_the_order_of_arrival_changes_no_bit_and_files_of_replies_are_deleted(
 def test_a_full_disk_ends_the_run_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Path, data: bytes) -> int:
+    def full(path: Path, mode: str) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     job = job_with()
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(exchange, "open_private", full)
     with pytest.raises(DpfedError, match=r"0\.safetensors cannot be written: No space left"):
         faulty(job, None)[0].run_cohort(1, first_state(job), [0, 1, 2])
 

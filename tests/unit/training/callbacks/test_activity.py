@@ -70,8 +70,9 @@ def test_steps_before_an_out_of_memory_error_are_not_counted(
             raise torch.OutOfMemoryError("none left")
         return original(self, *given)
 
+    fleet = Fleet(job)
     monkeypatch.setattr(type(job.algorithm), "step", step)
-    Fleet(job).run_cohort(1, first_state(job), range(4))
+    fleet.run_cohort(1, first_state(job), range(4))
     steps = [a.done for a in seen if a.name == "local steps"]
     assert steps == [0, 4, 0, 2, 4, 6, 8, 10]
 
