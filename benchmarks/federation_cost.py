@@ -29,46 +29,45 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 from loopback_trial import Trial
 
+from dpfed.cli.client import keep_going
 from dpfed.config import load
 from dpfed.errors import InterruptedRunError
 from dpfed.federation import links
 from dpfed.federation.client.client import Client
 from dpfed.federation.client_config import load_client
+from dpfed.federation.flower.answering import Answerer
+from dpfed.federation.flower.header import NONCE
+from dpfed.federation.flower.processes import superlink
+from dpfed.federation.flower.relay import Header, Listener, private_path
+from dpfed.federation.flower.session import opened_run
+from dpfed.federation.flower.transport import PostTransport
 from dpfed.federation.messages import pack
 from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import CONFIGS, registry
+from dpfed.training.interrupt import on_signals
 from dpfed.training.job.job import Job, prepare_server
 from dpfed.training.round_context import first_state
 from dpfed.training.round_loop import aggregate
 
-links.need_flower()
-from flwr.app import Context, Message  # noqa: E402
-
-from dpfed.cli.client import keep_going  # noqa: E402
-from dpfed.federation.flower.apps import client_app  # noqa: E402
-from dpfed.federation.flower.envelope import NONCE, envelope, header_value  # noqa: E402
-from dpfed.federation.flower.link import own_grid  # noqa: E402
-from dpfed.federation.flower.transport import GridTransport  # noqa: E402
-from dpfed.training.interrupt import on_signals  # noqa: E402
-
-# The message type of an empty round.
-EMPTY = "evaluate"
+# The first bytes of a request of an empty round.
+EMPTY = b"empty"
 
 
 def client(path: Path, size: int) -> None:
     """Run a client as `dpfed client` does, which also answers empty rounds."""
     config, link = load_client(path, registry())
-    app = client_app(Client(config, insecure=True).answer, config.client.name, print, greets=True)
+    own = Answerer(Client(config, insecure=True).answer, config.client.name, print, greets=True)
 
-    @app.evaluate()
-    def empty(message: Message, context: Context) -> Message:
-        nonce = header_value(message.content, NONCE)
-        return Message(envelope(os.urandom(size), nonce), reply_to=message)
+    def handler(header: Header, data: bytes) -> tuple[Header, bytes]:
+        if not data.startswith(EMPTY):
+            return own(header, data)
+        return {"header": {NONCE: header["header"][NONCE]}, "has_data": True}, os.urandom(size)
 
     home = Path(config.client.state) / "flower"
-    with on_signals() as stop, suppress(InterruptedRunError):
+    address = links.address_of(link.address)
+    with on_signals() as stop, private_path() as way, suppress(InterruptedRunError):
         stop.gently = True
-        keep_going(links.address_of(link.address), home, None, app, stop)
+        keep_going(address, home, None, Listener(way), handler, stop, print)
 
 
 def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]]:
@@ -77,12 +76,10 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
     full = []
     empty = []
     with ExitStack() as stack:
-        process, secret = stack.enter_context(links.superlink(listen, trial.folder / "link", None))
-        grid = stack.enter_context(own_grid(listen, None, secret, {}))
-        transport = GridTransport(grid, None, alive=process.alive)
-        hollow = GridTransport(grid, None, alive=process.alive, kind=EMPTY)
+        process = stack.enter_context(superlink(listen, trial.folder / "link", None))
+        post = stack.enter_context(opened_run(process, None, trial.names, lambda: None))
+        transport = PostTransport(post, None, alive=process.alive)
         transport.wait_for(trial.names, len(trial.names), 120.0, print)
-        hollow.wait_for(trial.names, len(trial.names), 120.0, print)
         federation = federation_of(job, "cost", transport, print)
         state = first_state(job)
         cohort = list(range(len(trial.names)))
@@ -95,7 +92,8 @@ def rounds(trial: Trial, job: Job, count: int) -> tuple[list[float], list[float]
             mean, answered = federation.run_cohort(t, state, cohort)
             state = aggregate(job, t, state, cohort, mean, answered)
             between = time.perf_counter()
-            assert len(dict(hollow.send_all(requests, 60.0))) == len(cohort)
+            empty_requests = {name: EMPTY + data for name, data in requests.items()}
+            assert len(dict(transport.send_all(empty_requests, 60.0))) == len(cohort)
             end = time.perf_counter()
             # In the first round a client builds its model.
             if t > 1:

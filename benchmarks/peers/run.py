@@ -27,7 +27,7 @@ MODEL = (
 )
 PEERS = {
     "opacus": "'opacus>=1.6,<1.7'",
-    "flower": "'flwr[simulation]>=1.41,<1.42' 'opacus>=1.6,<1.7'",
+    "flower": "'flwr[simulation]>=1.41,<2' 'opacus>=1.6,<1.7'",
     "pfl": "'pfl==0.6.0' 'dp-accounting<0.6'",
 }
 Line = dict[str, Any]

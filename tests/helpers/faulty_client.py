@@ -28,7 +28,7 @@ from dpfed.federation.client.client import Client
 from dpfed.federation.messages import Reply, ScoringRequest
 
 TEN_YEARS = 10 * 365 * 86400.0
-SLOW_SECONDS = 24.0
+SLOW_SECONDS = 50.0
 SECRET = "patient Smith, born 1950"
 
 

@@ -29,8 +29,8 @@ from loopback_trial import SERVER, Trial, run_command
 from processes import children_of
 from safetensors.torch import load_file
 
-from dpfed.federation.flower.child import PDEATHSIG
-from dpfed.federation.links import free_port
+from dpfed.federation.flower.keeper import PDEATHSIG
+from dpfed.federation.flower.processes import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "federation.md"
 BLOCK = re.compile(r"^## With Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)
@@ -48,7 +48,7 @@ SUBREAPER = 36
 LIBC = ctypes.CDLL(None, use_errno=True)
 ROUNDS = 2
 # Seconds for everything, on a busy machine.
-LIMIT = 240
+LIMIT = 400
 
 
 def read_page() -> tuple[dict[str, str], dict[str, list[str]]]:

@@ -20,7 +20,7 @@ import tomli_w
 
 from dpfed.config import build
 from dpfed.data.sources.digits import Digits
-from dpfed.federation.links import free_port
+from dpfed.federation.flower.processes import free_port
 from dpfed.privacy.ledger.charge import Row
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.registry import registry
@@ -197,7 +197,7 @@ def raw_config(folder: Path, clients: int, sections: dict[str, dict[str, Any]]) 
         "algorithm": {"name": "dp-fedadamw", "lr": 0.01},
         "privacy": {"sigma": 1.0, "clip": 0.5, "batch": 32},
         "run": {"rounds": 3, "local_steps": 2, "participation": 1.0, "device": "cpu"},
-        "federation": {"server": SERVER, "timeout": 60.0},
+        "federation": {"server": SERVER, "timeout": 180.0},
     }
     for name, table in sections.items():
         raw[name] = {**raw.get(name, {}), **table}

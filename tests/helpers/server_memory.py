@@ -1,30 +1,34 @@
 """Measure a server's memory in one round: `python server_memory.py CLIENTS MEGABYTES FOLDER`.
 
 Each client sends and receives one vector of so many MB (float32). The server's own code sends the
-requests through its Grid transport and averages the replies. The clients are functions: a reply is
-put together from a file when the transport fetches it. One JSON object is printed.
+requests through a second process, which stands for Flower's ServerApp, and averages the replies.
+The clients are functions: a reply is put together from a file when the transport fetches it. One
+JSON object with the memory of both processes is printed.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import multiprocessing
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import flwr.app
 import torch
-from flwr.app import Message
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import RecordDict
 
 from dpfed.config import build
-from dpfed.federation.flower.envelope import NONCE, envelope, header_value, payload_of
-from dpfed.federation.flower.transport import GridTransport
+from dpfed.federation.flower.envelope import envelope, opened
+from dpfed.federation.flower.header import NONCE
+from dpfed.federation.flower.post import RelayPost, serve_grid
+from dpfed.federation.flower.relay import private_path
+from dpfed.federation.flower.transport import PostTransport
 from dpfed.federation.messages import Receipt, Reply, digest, pack, unpack_request
 from dpfed.federation.server.server import federation_of, served
 from dpfed.registry import registry
@@ -43,17 +47,23 @@ def memory_mb(field: str) -> float:
     raise ValueError(field)
 
 
+def reset_peak() -> float:
+    """Return the memory now; VmHWM counts from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_mb("VmRSS")
+
+
 class Grid:
     """A Grid whose clients all reply, each with the numbers of one file."""
 
     def __init__(self, count: int, body: Path) -> None:
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._nodes = [
             SimpleNamespace(node_id=100 + i, public_key=key_of(i), last_activated_at="1")
             for i in range(count)
         ]
         self._body = body
-        self._receipts: dict[str, tuple[Receipt, Message]] = {}
+        # Receipt, nonce and node of each request, by message id.
+        self._requests: dict[str, tuple[Receipt, str, int]] = {}
         self._lock = threading.Lock()
         self._pulling = 0
         self.most_pulling = 0
@@ -61,33 +71,29 @@ class Grid:
     def get_nodes(self) -> list[Any]:
         return self._nodes
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            data = payload_of(message.content)
-            terms = unpack_request(data, 1 << 40).terms
-            receipt = Receipt(terms.run, terms.client, terms.round, digest(data), 1, "ab")
-            nonce = header_value(message.content, NONCE)
-            # Keep a message of the same metadata and nonce, but without the request's bytes.
-            light = Message(envelope(b"", nonce), message.metadata.dst_node_id, "train")
-            ids.append(f"m{message.metadata.dst_node_id}")
-            light.metadata.__dict__["_message_id"] = ids[-1]
-            self._receipts[ids[-1]] = (receipt, light)
-        return ids
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        (message,) = messages
+        header, data = opened(message.content)
+        terms = unpack_request(data or b"", 1 << 40).terms
+        receipt = Receipt(terms.run, terms.client, terms.round, digest(data or b""), 1, "ab")
+        key = f"m{message.node}"
+        self._requests[key] = (receipt, header[NONCE], message.node)
+        return [key]
 
-    def pull_messages(self, ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, ids: list[str]) -> list[Any]:
         (key,) = ids
-        if key not in self._receipts:
+        if key not in self._requests:
             return []
         with self._lock:
             self._pulling += 1
             self.most_pulling = max(self.most_pulling, self._pulling)
-        receipt, request = self._receipts.pop(key)
+        receipt, nonce, node = self._requests.pop(key)
         time.sleep(0.05)
-        found = [Message(envelope(self._reply(receipt), nonce_of(request)), reply_to=request)]
+        content = envelope({NONCE: nonce}, self._reply(receipt))
+        metadata = SimpleNamespace(reply_to_message_id=key, src_node_id=node)
         with self._lock:
             self._pulling -= 1
-        return found
+        return [SimpleNamespace(metadata=metadata, has_error=lambda: False, content=content)]
 
     def _reply(self, receipt: Receipt) -> bytes:
         """Return the bytes of a reply, whose numbers come from the file."""
@@ -101,8 +107,19 @@ class Grid:
             return b"".join([struct.pack("<Q", len(text)), text, map])
 
 
-def nonce_of(message: Message) -> str:
-    return header_value(message.content, NONCE)
+def unsent_message(content: RecordDict, node: int, kind: str, ttl: float) -> SimpleNamespace:
+    """Return a stand-in for Flower's Message, which only Flower's own processes can make."""
+    return SimpleNamespace(content=content, node=node)
+
+
+def serve_app(path: str, count: int, body: Path, out: Path) -> None:
+    """Do the work of the ServerApp's process, and write its memory to the file `out`."""
+    flwr.app.Message = unsent_message  # type: ignore[assignment,misc]
+    grid: Any = Grid(count, body)
+    idle = reset_peak()
+    serve_grid(grid, path)
+    above = round(memory_mb("VmHWM") - idle)
+    out.write_text(json.dumps({"app_above_idle_mb": above, "pulls_at_once": grid.most_pulling}))
 
 
 def key_of(client: int) -> bytes:
@@ -134,21 +151,28 @@ def main() -> None:
     body = folder / "body"
     torch.full((job.space.size,), 0.5).numpy().tofile(body)
     keys = {f"clinic-{i:02}": key_of(i) for i in range(clients)}
-    grid: Any = Grid(clients, body)
     log: list[str] = []
-    federation = federation_of(job, "memory", GridTransport(grid, keys), log.append, folder)
-    state = first_state(job)
-    idle = memory_mb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    mean, answered = federation.run_cohort(1, state, list(range(clients)))
-    state = aggregate(job, 1, state, list(range(clients)), mean, answered)
+    with private_path() as path:
+        order = (path, clients, body, folder / "app.json")
+        app = multiprocessing.get_context("spawn").Process(target=serve_app, args=order)
+        app.start()
+        post = RelayPost(path)
+        post.wait()
+        federation = federation_of(job, "memory", PostTransport(post, keys), log.append, folder)
+        state = first_state(job)
+        idle = reset_peak()
+        mean, answered = federation.run_cohort(1, state, list(range(clients)))
+        state = aggregate(job, 1, state, list(range(clients)), mean, answered)
+        above = round(memory_mb("VmHWM") - idle)
+        post.end()
+        app.join(60)
     found = {
         "answered": answered,
         "right": bool(((mean["delta"] - 0.5).abs() < 1e-6).all()),
         "message_mb": 4 * job.space.size / 1e6,
         "idle_mb": round(idle),
-        "above_idle_mb": round(memory_mb("VmHWM") - idle),
-        "pulls_at_once": grid.most_pulling,
+        "above_idle_mb": above,
+        **json.loads((folder / "app.json").read_text()),
         "log": log,
     }
     print(json.dumps(found))

@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpfed
-from dpfed.federation.links import free_port
+from dpfed.federation.flower.processes import free_port
 from dpfed.privacy.ledger.ledger import Ledger
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "language-models.md"

@@ -17,7 +17,7 @@ from loopback_trial import DPFED, Trial, run_command
 from processes import children_of, wait_until_ended
 from safetensors.torch import load_file
 
-LIMIT = 120.0
+LIMIT = 240.0
 FLOWER_COMMANDS = Path(__file__).parents[1] / "helpers" / "flower_commands.py"
 CLOSED_PATHS = (
     "/v1/control/register-node",
@@ -28,7 +28,7 @@ CLOSED_PATHS = (
 
 
 @pytest.mark.federation
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_federation_with_tls_and_keys_charges_every_client_once_per_round(
     tmp_path: Path,
 ) -> None:
@@ -67,7 +67,7 @@ def assert_port_is_closed_to_others(trial: Trial) -> None:
 
 
 @pytest.mark.federation
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_federation_in_test_mode_gives_the_numbers_of_the_simulation(tmp_path: Path) -> None:
     with Trial(tmp_path, secure=False, algorithm={"name": "dp-scaffold", "lr": 0.05}) as trial:
         out = str(tmp_path / "simulated")
@@ -86,9 +86,9 @@ def test_a_federation_in_test_mode_gives_the_numbers_of_the_simulation(tmp_path:
 
 
 @pytest.mark.federation
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_the_commands_of_flower_on_the_federation_page_run() -> None:
-    """The program ends everything that it has started within 240 seconds."""
+    """The program ends everything that it has started within 400 seconds."""
     command = [sys.executable, str(FLOWER_COMMANDS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=270)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=420)
     assert done.returncode == 0, done.stderr

@@ -23,4 +23,5 @@ def test_twenty_messages_of_50_mb_take_less_than_400_mb(tmp_path: Path) -> None:
     assert (found["answered"], found["right"], found["log"]) == (20, True, [])
     assert found["message_mb"] >= 50
     assert found["above_idle_mb"] < 400, found
+    assert found["app_above_idle_mb"] < 400, found
     assert list(tmp_path.glob("replies-*")) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 import dpfed
 from dpfed.errors import DpfedError
+from dpfed.federation.flower import processes
 from dpfed.model.build import assemble
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.vision import AutoImage
@@ -32,8 +34,12 @@ MODULES = {
     "runpy",
     "code",
 }
-# A test below checks the processes of the first; the second reads without running code.
-ALLOWED = {"federation/links.py": ["subprocess"], "data/pickles.py": ["pickle"]}
+# A test below checks the processes of the first two; the third reads without running code.
+ALLOWED = {
+    "federation/flower/processes.py": ["subprocess"],
+    "federation/flower/keeper.py": ["subprocess"],
+    "data/pickles.py": ["pickle"],
+}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {
     "extractall",
@@ -82,27 +88,24 @@ def test_no_file_content_is_run_or_unpacked(path: Path) -> None:
     assert unsafe(path.read_text(encoding="utf-8")) == allowed
 
 
-def test_the_only_started_process_is_a_module_of_this_package() -> None:
-    """links.py starts Flower as a module of this package in this Python, without a shell."""
-    from dpfed.federation import links
-
-    tree = ast.parse(Path(links.__file__).read_text(encoding="utf-8"))
-    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    started = [call for call in used if call.startswith("subprocess.")]
-    assert len(started) == 1
-    assert started[0].startswith("subprocess.Popen(command, ")
-    assert "shell" not in started[0]
-    commands = [
-        ast.unparse(n.value)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Assign) and _names(n) == ["command"]
-    ]
-    assert commands == ["[sys.executable, '-m', CHILD, kind, str(os.getpid()), *arguments]"]
-    assert links.CHILD == "dpfed.federation.flower.child"
-
-
-def _names(node: ast.Assign) -> list[str]:
-    return [target.id for target in node.targets if isinstance(target, ast.Name)]
+def test_the_only_started_processes_are_a_module_of_this_package_and_flowers_commands() -> None:
+    """processes.py starts a keeper and `flwr`, and a keeper starts its plan, without a shell."""
+    folder = ROOT / "federation" / "flower"
+    started = {}
+    programs = []
+    for name in ("processes.py", "keeper.py"):
+        source = (folder / name).read_text(encoding="utf-8")
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        found = [c for c in calls if ast.unparse(c.func).startswith("subprocess.")]
+        started[name] = [ast.unparse(call.args[0]) for call in found]
+        assert not any(word.arg == "shell" for call in found for word in call.keywords)
+        programs += [ast.unparse(c.args[0]) for c in calls if ast.unparse(c.func) == "program"]
+    assert started == {
+        "processes.py": ["KEEPER", "[program('flwr'), *words]"],
+        "keeper.py": ["command"],
+    }
+    assert programs == ["f'flower-{kind}'", "'flower-superexec'", "'flwr'"]
+    assert [sys.executable, "-m", "dpfed.federation.flower.keeper"] == processes.KEEPER
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpfed.cli.options import Debug, Insecure
+from dpfed.cli.options import Debug, Insecure, LogJson
 from dpfed.errors import DpfedError
 
 if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
-
     from dpfed.federation.client_config import LinkSection
-    from dpfed.federation.links import Address, Process
+    from dpfed.federation.flower.processes import Process
+    from dpfed.federation.flower.relay import Handler, Listener
+    from dpfed.federation.links import Address
+    from dpfed.federation.log_line import Log
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
@@ -30,6 +31,7 @@ ACCEPTED = b"SuperNode ID"
 def client(
     config: Annotated[Path, typer.Argument(help="this client's client.toml")],
     insecure: Insecure = False,
+    log_json: LogJson = False,
     debug: Debug = False,
 ) -> None:
     """Take part in a federation until stopped. Example: dpfed client client.toml"""
@@ -38,18 +40,23 @@ def client(
     from dpfed.training.interrupt import on_signals
 
     need_flower()
+    from dpfed.federation.client.storage import claim
+    from dpfed.federation.log_line import json_to_stderr, to_stderr
     from dpfed.registry import registry
 
-    with on_signals() as stop:
+    say = json_to_stderr if log_json else to_stderr
+    with on_signals() as stop, ExitStack() as stack:
         settings, link = load_client(config, registry())
         address = check_link(link, insecure)
+        stack.enter_context(claim(Path(settings.client.state)))
         from dpfed.federation.client.budget_left import budget_left
         from dpfed.federation.client.client import Client
-        from dpfed.federation.flower.apps import client_app
+        from dpfed.federation.flower.answering import Answerer
+        from dpfed.federation.flower.relay import Listener, private_path
 
         name = settings.client.name
         own = Client(settings, insecure=insecure, log=say)
-        app = client_app(own.answer, name, say, greets=insecure, debug=debug)
+        handler = Answerer(own.answer, name, say, greets=insecure, debug=debug)
         say(str(budget_left(settings)))
         say(f"{name} takes part with {', '.join(settings.client.servers)} at {address}")
         if own.on_gpu and settings.policy.isolation == "exact":
@@ -60,29 +67,35 @@ def client(
         if insecure:
             say("INSECURE: no TLS and no keys, for tests on this machine only")
         stop.gently = True
+        limit = settings.client.max_message << 20
         home = Path(settings.client.state) / "flower"
-        keep_going(address, home, None if insecure else link, app, stop)
+        path = stack.enter_context(private_path())
+        listener = stack.enter_context(closing(Listener(path, limit)))
+        keep_going(address, home, None if insecure else link, listener, handler, stop, say)
 
 
 def keep_going(
-    address: Address, home: Path, link: LinkSection | None, app: ClientApp, stop: Stop
+    address: Address,
+    home: Path,
+    link: LinkSection | None,
+    listener: Listener,
+    handler: Handler,
+    stop: Stop,
+    say: Log,
 ) -> None:
     """Start the SuperNode, and start it again each time that it ends.
 
     Raise DpfedError if the SuperNode was started `TRIES` times and the server never accepted it.
     """
-    from dpfed.federation.links import last_line, supernode
+    from dpfed.federation.flower.processes import last_line, log_size, supernode
 
     log = home / "supernode.log"
     ever_accepted = False
     failures = 0
     while True:
-        written = log.stat().st_size if log.exists() else 0
-        process, own, secret = supernode(address, home, link)
-        try:
-            work(process, own, secret, app, stop)
-        finally:
-            process.end()
+        written = log_size(log)
+        with supernode(address, home, link, listener.path) as process:
+            work(process, listener, handler, stop, say)
         if ACCEPTED in log.read_bytes()[written:]:
             ever_accepted = True
             failures = 0
@@ -102,39 +115,15 @@ def keep_going(
             time.sleep(POLL_S)
 
 
-def work(process: Process, own: Address, secret: str, app: ClientApp, stop: Stop) -> None:
-    """Answer the server's messages until the SuperNode ends."""
-    import httpx
+def work(process: Process, listener: Listener, handler: Handler, stop: Stop, say: Log) -> None:
+    """Answer the server's messages until the SuperNode ends, and repeat the guard's notes."""
+    from dpfed.federation.flower.processes import Notes
 
-    from dpfed.federation.flower.node import Tasks
-    from dpfed.federation.links import is_own, wait_open
-
-    wait_open(own, process)
-    if not is_own(own):
-        say(f"port {own.port} was taken by another user's process: connecting anew")
-        return
-    tasks = Tasks(own, secret, app)
-    try:
-        while process.popen.poll() is None:
-            stop()
-            try:
-                if tasks.next():
-                    continue
-            except httpx.HTTPError as error:
-                if process.popen.poll() is None and not isinstance(error, httpx.ConnectError):
-                    say(f"the SuperNode did not take an answer: {error}")
-            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                # Flower raises these errors for a malformed message. Close the connection, because
-                # the SuperNode would otherwise wait for an answer for ever.
-                say(
-                    f"what came in is no message of Flower's ({type(error).__name__}): "
-                    "connecting anew"
-                )
-                return
-            time.sleep(POLL_S)
-    finally:
-        tasks.close()
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    notes = Notes(process.log)
+    while process.popen.poll() is None:
+        stop()
+        found = listener.next(POLL_S)
+        if found is not None:
+            found.answer(handler)
+        for line in notes.new():
+            say(line)

@@ -2,7 +2,7 @@
 
 If a check fails, the command reports this and continues with the other checks. With a client.toml,
 the command also compares the declared numbers of records with the data, and shows what is left of
-the privacy budget, for the operator.
+the privacy budget, for the operator. It also shows when certificates expire.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,9 @@ def doctor(
         Path | None,
         typer.Argument(help="a client.toml whose declared numbers are compared with its data"),
     ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="folder of `dpfed keys`: when its certificates expire")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and missing packages of this installation. Example: dpfed doctor"""
@@ -56,6 +60,8 @@ def doctor(
     if client is not None:
         parts["client"] = lambda: declared(client)
         parts["budget"] = lambda: budget(client)
+    if client is not None or keys is not None:
+        parts["certificates"] = lambda: certificates(client, keys)
     found = {name: guarded(part) for name, part in parts.items()}
     show(lines(found), found, as_json)
 
@@ -160,6 +166,30 @@ def budget(path: Path) -> dict[str, Any]:
     return {**asdict(left), "sentence": str(left)}
 
 
+def certificates(client: Path | None, keys: Path | None) -> list[dict[str, Any]]:
+    """Return when the certificates of a client.toml and of a folder of keys expire."""
+    from dpfed.federation.certificates import validity
+    from dpfed.federation.client_config import load_client
+    from dpfed.federation.keys import AUTHORITY, SERVER
+    from dpfed.registry import registry
+
+    paths = [] if keys is None else [keys / AUTHORITY, keys / SERVER]
+    if client is not None:
+        link = load_client(client, registry())[1]
+        paths += [Path(link.ca)] if link.ca else []
+    now = datetime.now(UTC)
+    found = [validity(path) for path in paths]
+    return [
+        {
+            "path": str(each.path),
+            "expires": each.end.isoformat(),
+            "days_left": each.days_left(now),
+            "sentence": each.sentence(now),
+        }
+        for each in found
+    ]
+
+
 def advice() -> list[str]:
     """Return sentences on how to repair or complete the installation."""
     out = []
@@ -240,4 +270,5 @@ SHOWN: dict[str, Callable[[Any], list[str]]] = {
     "advice": lambda part: [f"note: {sentence}" for sentence in part],
     "client": client_lines,
     "budget": lambda part: [f"budget   {part['sentence']}"],
+    "certificates": lambda part: [f"expiry   {each['sentence']}" for each in part],
 }

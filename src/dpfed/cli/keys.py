@@ -22,12 +22,15 @@ def keys(
     client: Annotated[
         str | None, typer.Option(help="make only this client's own pair, on its own machine")
     ] = None,
+    name: Annotated[
+        str, typer.Option(help="name of the server, federation.server of its configuration")
+    ] = "server",
     days: Annotated[
         int, typer.Option(min=1, max=3650, help="how long the certificates are valid")
     ] = 365,
     debug: Debug = False,
 ) -> None:
-    """Make keys for a trial.
+    """Make one folder per site, with keys and a client.toml to fill in.
 
     Example: dpfed keys keys --server 127.0.0.1 --clients clinic-a,clinic-b
     """
@@ -48,7 +51,7 @@ def keys(
     if server is None:
         raise DpfedError("give the host that clients connect to: --server hub.example.org")
     names = [name.strip() for name in clients.split(",") if name.strip()]
-    print(*make_all(folder, server, names, days), sep="\n")
+    print(*make_all(folder, server, names, days, name), sep="\n")
     print(
         f"dpfed server cfg.toml --keys {folder}; "
         f"each client gets its own folder under {folder}, and nothing else"

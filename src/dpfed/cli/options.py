@@ -21,6 +21,9 @@ Debug = Annotated[bool, typer.Option(help="show the traceback of an error")]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="no TLS and no keys, for tests on this machine")
 ]
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="each line of the log is one JSON object, on stderr")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on the last line of stdout")]
 
 

@@ -19,12 +19,12 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from dpfed.config import DataSection, ModelSection, Registry, nearest, parse, refuse_unknown
 from dpfed.errors import DpfedError
+from dpfed.federation.site_files import DEFAULT_PORT
 from dpfed.privacy.accounting.guarantee import refuse_large_delta
 from dpfed.privacy.accounting.history import check_delta
 from dpfed.privacy.ledger.storage import nameable
 from dpfed.privacy.oracle import Isolation
 
-DEFAULT_PORT = 8000
 # These keys of [data] divide records among simulated clients. A real client must not set them.
 SIMULATION_KEYS = {"clients", "partition", "alpha", "client_column"}
 

@@ -3,7 +3,8 @@
     DIR/ca.crt  ca.key               the authority; ca.key signs server certificates only
     DIR/server.crt  server.key       certificate and key of `dpfed server --keys DIR`
     DIR/clients/NAME.pub             public keys by which the server recognises its clients
-    DIR/NAME/client.key  ca.crt      the folder that is handed to client NAME only
+    DIR/NAME/client.key  ca.crt      the folder that is handed to client NAME only, with a
+             client.toml README      client.toml to fill in
 
 In a real federation each client makes its own pair with `dpfed keys DIR --client NAME`. The client
 sends only the public key to the server.
@@ -33,6 +34,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from dpfed.errors import DpfedError
+from dpfed.federation.site_files import README, SERVER_README, site_files
 from dpfed.privacy.ledger.private_files import make_private_folder, open_private
 
 CURVE = ec.SECP384R1()
@@ -45,33 +47,41 @@ CLIENTS = "clients"
 CLIENT_KEY = "client.key"
 # No client may have these names. DIR has a folder with each client's name, and these names are
 # taken by other files and folders.
-RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY)
-# The server connects to its own SuperLink by these host names.
+RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, README)
+# Processes of one machine connect to each other by these host names.
 LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_DAYS = 3650
 
 
-def make_all(folder: Path, host: str, clients: Sequence[str], days: int = 365) -> list[Path]:
-    """Write all keys of a trial into a new or empty folder, and return the paths of the files.
+def make_all(
+    folder: Path, host: str, clients: Sequence[str], days: int = 365, server: str = "server"
+) -> list[Path]:
+    """Write the folders of all sites into a new or empty folder, and return the files' paths.
 
-    `host` is the host name or address of the server. The certificates are valid for `days` days.
+    host    host name or address of the server
+    days    days for which the certificates are valid
+    server  name of the server in requests, `federation.server`
     """
     check_names(clients)
     check_host(host)
     _refuse_used(folder)
     authority, certificate = _authority(days)
-    server_key, server = _server(authority, certificate, host, days)
+    server_key, own = _server(authority, certificate, host, days)
     authority_file = certificate.public_bytes(Encoding.PEM)
     files = {
         AUTHORITY_KEY: _private(authority),
         AUTHORITY: authority_file,
         SERVER_KEY: _private(server_key),
-        SERVER: server.public_bytes(Encoding.PEM),
+        SERVER: own.public_bytes(Encoding.PEM),
+        README: SERVER_README.encode(),
     }
     for name in clients:
         private, public = _client_pair(name)
         files[f"{CLIENTS}/{name}.pub"] = public
         files[f"{name}/{CLIENT_KEY}"] = private
         files[f"{name}/{AUTHORITY}"] = authority_file
+        for file, data in site_files(name, host, server, AUTHORITY, CLIENT_KEY).items():
+            files[f"{name}/{file}"] = data
     return _write(folder, files)
 
 
@@ -84,6 +94,24 @@ def make_client(folder: Path, name: str) -> list[Path]:
     _refuse_used(folder)
     private, public = _client_pair(name)
     return _write(folder, {CLIENT_KEY: private, f"{name}.pub": public})
+
+
+def make_local(folder: Path) -> tuple[Path, Path, Path]:
+    """Write a new authority's certificate, and a certificate and its key for this machine alone.
+
+    Return the three paths. Files of an earlier call are replaced. The authority's key is not kept.
+    """
+    authority, certificate = _authority(LOCAL_DAYS)
+    key, own = _server(authority, certificate, LOCAL[0], LOCAL_DAYS)
+    files = {
+        AUTHORITY: certificate.public_bytes(Encoding.PEM),
+        SERVER: own.public_bytes(Encoding.PEM),
+        SERVER_KEY: _private(key),
+    }
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    first, second, third = _write(folder, files)
+    return first, second, third
 
 
 def public_key(path: Path) -> bytes:

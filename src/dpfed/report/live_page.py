@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from dpfed.errors import DpfedError
+from dpfed.federation.server.status import status_file
 from dpfed.report.page import Report, body, plain_figures, render
 from dpfed.training.callbacks.diagnostics import FILE as DIAGNOSTICS
 from dpfed.training.run_folder.files import CONFIG, METRICS, RESULT
@@ -38,7 +39,8 @@ class LivePage:
     def _file_stamps(self) -> list[tuple[str, int, int]]:
         """Return (path, modification time, size) of each watched file that exists."""
         found = []
-        for path in (folder / name for folder in self._folders for name in WATCHED_FILES):
+        names = [folder / name for folder in self._folders for name in WATCHED_FILES]
+        for path in [*names, *map(status_file, self._folders)]:
             try:
                 stat = path.stat()
             except OSError:

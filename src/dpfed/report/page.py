@@ -11,7 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpfed.errors import DpfedError
+from dpfed.federation.server.status import read_status
 from dpfed.privacy.ledger.private_files import open_private
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
@@ -52,6 +53,7 @@ class Report:
     tables: Sequence[Table]
     figures: Sequence[Figure]
     public: bool
+    federations: Sequence[Mapping[str, Any]] = ()
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
@@ -86,7 +88,10 @@ def read_report(
     if single > 1:
         tables.insert(0, runs_side_by_side(groups[:single]))
     title = narrative.title_of(groups, [] if runs else titles)
-    return Report(title, groups, tables, all_figures(groups, tables), public)
+    # The status of a federation names clients, so a public page has none.
+    statuses = [] if public else [read_status(path) for path in paths]
+    federations = [status for status in statuses if status is not None]
+    return Report(title, groups, tables, all_figures(groups, tables), public, federations)
 
 
 def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> list[Group]:
@@ -127,7 +132,9 @@ def _contents(report: Report) -> dict[str, Any]:
         "banners": narrative.banners(groups, report.public),
         "cards": narrative.cards(groups),
         "meaning": narrative.meaning(groups),
-        "sections": sections_of(groups, report.tables, report.figures, report.public),
+        "sections": sections_of(
+            groups, report.tables, report.figures, report.public, report.federations
+        ),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dpfed.federation.server.status import client_rows, headline, refusal_rows
 from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
@@ -26,6 +27,7 @@ from dpfed.report.tables import (
 from dpfed.training.callbacks.public_figures import LEFT_OUT, flat
 
 TITLES = {
+    "federation": "Federation",
     "training": "Training",
     "examples": "Generated texts",
     "privacy": "Privacy",
@@ -77,10 +79,18 @@ LEFT_OUT_CARD = Card(
 
 
 def sections_of(
-    groups: Sequence[Group], tables: Sequence[Table], figures: Sequence[Figure], public: bool
+    groups: Sequence[Group],
+    tables: Sequence[Table],
+    figures: Sequence[Figure],
+    public: bool,
+    federations: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
-    """Return the sections of the page in order, without empty sections."""
+    """Return the sections of the page in order, without empty sections.
+
+    federations  status of each running federation, as `read_status` returns it
+    """
     cards = {
+        "federation": list(map(_federation, federations)),
         "examples": list(_examples(groups)),
         "privacy": _privacy(groups, public),
         "comparison": list(map(_comparison, tables)),
@@ -100,6 +110,15 @@ def sections_of(
         for name, title in TITLES.items()
     ]
     return [part for part in found if part.figures or part.cards or part.small_cards]
+
+
+def _federation(status: Mapping[str, Any]) -> Card:
+    tables: list[Words] = [(["client", "connection", "left out"], client_rows(status))]
+    refusals = refusal_rows(status)
+    if refusals:
+        tables.append((["round", "client", "left out because"], refusals))
+    note = f"updated {status['updated']}; a client's total epsilon is in its own ledger only"
+    return Card(sentence=headline(status), tables=tables, notes=[note], wraps=True)
 
 
 def _examples(groups: Sequence[Group]) -> Iterator[Card]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ import pytest
 from dpfed.cli import client as module
 from dpfed.cli.client import ACCEPTED, keep_going
 from dpfed.errors import DpfedError
-from dpfed.federation import links
+from dpfed.federation.flower import processes
 from dpfed.federation.links import Address
+from dpfed.federation.log_line import to_stderr
 
 HUB = Address("hub", 1)
 
 
 class Ended:
-    """A SuperNode that has written a text into its log and ended."""
+    """A SuperNode that has written a text into its log and ended; a context, as the real one."""
 
     def __init__(self, home: Path, text: str) -> None:
         home.mkdir(exist_ok=True)
@@ -26,7 +28,10 @@ class Ended:
         with self.log.open("a") as file:
             file.write(text)
 
-    def end(self) -> None:
+    def __enter__(self) -> Ended:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self.ended += 1
 
 
@@ -44,19 +49,20 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Ended]:
 
 
 def texts(monkeypatch: pytest.MonkeyPatch, started: list[Ended], *said: str) -> None:
-    def start(address: Address, home: Path, link: Any) -> tuple[Ended, Address, str]:
+    def start(address: Address, home: Path, link: Any, relay: str) -> Ended:
         started.append(Ended(home, said[min(len(started), len(said) - 1)]))
         if len(started) == 20:
             raise StopError
-        return started[-1], HUB, "secret"
+        return started[-1]
 
-    monkeypatch.setattr(links, "supernode", start)
+    monkeypatch.setattr(processes, "supernode", start)
 
 
 def go(tmp_path: Path) -> None:
-    app: Any = None
     stop: Any = lambda: None  # noqa: E731
-    keep_going(HUB, tmp_path / "home", None, app, stop)
+    listener: Any = SimpleNamespace(path="relay")
+    handler: Any = None
+    keep_going(HUB, tmp_path / "home", None, listener, handler, stop, to_stderr)
 
 
 def test_a_client_that_no_server_accepts_gives_up(

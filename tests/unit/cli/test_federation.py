@@ -44,7 +44,7 @@ def test_keys_are_made_and_named(tmp_path: Path) -> None:
     )
     assert found.exit_code == 0, found.output
     named = [Path(line) for line in found.stdout.splitlines()[:-1]]
-    assert len(named) == 10
+    assert len(named) == 15
     assert all(path.is_file() for path in named)
     found = CliRunner().invoke(app, ["keys", str(tmp_path / "own"), "--client", "a"])
     assert found.exit_code == 0

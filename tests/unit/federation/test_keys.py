@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives.serialization import (
 from dpfed.errors import DpfedError
 from dpfed.federation.keys import check_private, make_all, make_client, public_key
 
+FILES = ["README", "ca.crt", "client.key", "client.toml"]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,7 +68,7 @@ def test_another_host_or_another_authority_is_refused(folder: Path, tmp_path: Pa
 
 def test_each_client_has_its_own_pair_and_only_its_own(folder: Path) -> None:
     for name in ("clinic-a", "clinic-b"):
-        assert sorted(path.name for path in (folder / name).iterdir()) == ["ca.crt", "client.key"]
+        assert sorted(path.name for path in (folder / name).iterdir()) == FILES
         private = load_ssh_private_key((folder / name / "client.key").read_bytes(), None)
         assert isinstance(private, ec.EllipticCurvePrivateKey)
         own = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -79,7 +81,7 @@ def test_each_client_has_its_own_pair_and_only_its_own(folder: Path) -> None:
 
 def test_files_are_their_owners_alone(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(files) == 10
+    assert len(files) == 15
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 

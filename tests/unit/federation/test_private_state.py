@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from federation_case import client_of, job_of
 from served_case import Net, config_of, serve
 
-from dpfed.federation import links
+from dpfed.federation.flower import processes
 from dpfed.federation.keys import make_all
+from dpfed.federation.links import Address
 
 
 @pytest.fixture(params=[0o000, 0o022], ids=oct)
@@ -70,17 +72,18 @@ def test_keys_in_a_folder_that_was_open_to_others_are_private(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("umask")
 def test_what_a_link_writes_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child process of a link writes a file of its own beside the log."""
+    """The keeper of a SuperLink writes a file of its own beside the log."""
     (tmp_path / "child.py").write_text(
         "import pathlib, os; pathlib.Path(os.environ['FLWR_HOME'], 'state').touch()"
     )
-    monkeypatch.setattr(links, "CHILD", "child")
+    monkeypatch.setattr(processes, "KEEPER", [sys.executable, "-m", "child"])
+    monkeypatch.setattr(processes, "program", lambda name: name)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process = links.start("supernode", [], tmp_path / "home")
-    assert process.popen.wait(60) == 0
-    links.secret_file(tmp_path / "home", "secret")
+    listen = Address("127.0.0.1", processes.free_port())
+    with processes.superlink(listen, tmp_path / "home", None) as process:
+        assert process.popen.wait(60) == 0
     assert {path.name for path in (tmp_path / "home").iterdir()} == {
-        "supernode.log",
+        "superlink.log",
         "state",
         "secret",
     }

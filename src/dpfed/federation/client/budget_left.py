@@ -5,6 +5,7 @@ The client's operator sees this before the client joins a run. It is private, li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ from pathlib import Path
 from dpfed.algorithms import REGISTRY
 from dpfed.errors import counted
 from dpfed.federation.client_config import ClientConfig, Policy
+from dpfed.federation.log_line import LogLine
 from dpfed.federation.policy import History, check_spending
 from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
+from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_delta, show_loss, show_setting
@@ -23,6 +27,11 @@ from dpfed.training.budget.ledgers import OWN_LEDGER
 MOST_ROUNDS = 10_000
 # The count of rounds may be too small by this share; a finer count takes longer.
 TOLERANCE = 0.02
+
+
+# With more different mechanisms in a ledger, computing the exact epsilon takes over a second. The
+# log then has a faster upper bound.
+MAX_EXACT_MECHANISMS = 8
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,41 @@ def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: Histo
         return check_spending(policy, mechanism, steps * rounds, history) is None
 
     return largest(fits)
+
+
+def spending_line(event: str, policy: Policy, charge: Charge, history: History) -> LogLine:
+    """Return the line of a client's log after `charge`: what is spent and what is left.
+
+    The rounds left are rounds like this one. Their number comes from the fast Rényi bound, so it is
+    never too large.
+    """
+    bound = len(history) > MAX_EXACT_MECHANISMS
+    spent = (rdp_epsilon if bound else exact)(history, policy.delta)
+    left = max(0.0, policy.max_epsilon - spent)
+
+    def fits(rounds: int) -> bool:
+        whole = [*history, (charge.mechanism, charge.steps * rounds)]
+        return rdp_epsilon(whole, policy.delta) <= policy.max_epsilon
+
+    rounds = largest(fits)
+    shown = f"at most {show_loss(spent, 2)} (Rényi bound)" if bound else show_loss(spent, 2)
+    return LogLine(
+        f"{event}, epsilon {shown} of {policy.max_epsilon} spent, {math.floor(left * 100) / 100:g} "
+        f"left: at least {_shown(rounds)} like this one",
+        "spent",
+        round=charge.round,
+        part=charge.part,
+        epsilon=spent,
+        epsilon_is_bound=bound,
+        max_epsilon=policy.max_epsilon,
+        epsilon_left=left,
+        rounds_left=rounds,
+        delta=policy.delta,
+    )
+
+
+def exact(history: History, delta: float) -> float:
+    return epsilon(history, delta).value
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -30,6 +30,7 @@ from dpfed.algorithms.base import ClientState, Message
 from dpfed.data.partition import Shards, shards_of
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
+from dpfed.federation.client.budget_left import spending_line
 from dpfed.federation.client.request_checks import (
     check_scoring_round,
     check_training_round,
@@ -79,13 +80,10 @@ from dpfed.federation.policy import (
     check_sender,
     check_training,
 )
-from dpfed.privacy.accounting.pld import epsilon
-from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
-from dpfed.privacy.published import show_loss
 from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.budget.ledgers import client_ledger
 from dpfed.training.job.data import (
@@ -104,9 +102,6 @@ from dpfed.training.messages.message_format import Field, Layout, draws, encode
 from dpfed.training.round_context import build_context
 
 LOG = logging.getLogger("dpfed")
-# With more different mechanisms in a ledger, computing the exact epsilon takes over a second. The
-# client then uses a faster upper bound.
-MAX_EXACT_MECHANISMS = 8
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ class Client:
             reply = pack(Reply(receipt_of(terms, request_hash, ledger), message))
             store.keep_memory(terms.round, memory)
             store.keep_reply(terms.round, request_hash, reply)
-            self._log_spent(f"round {terms.round} {verb}", terms, ledger)
+            self._log_spent(f"round {terms.round} {verb}", prepared, ledger, terms)
         return reply
 
     def _prepare(self, request: Request | ScoringRequest, ledger: Ledger, store: Store) -> Prepared:
@@ -330,20 +325,20 @@ class Client:
         if self._log is not None:
             self._log(line)
 
-    def _log_spent(self, event: str, terms: AnyTerms, ledger: Ledger) -> None:
-        """Log the spent epsilon.
+    def _log_spent(self, event: str, prepared: Prepared, ledger: Ledger, terms: AnyTerms) -> None:
+        """Log the spent epsilon, and what is left of the budget.
 
         If that fails, write a warning and do not raise: the reply is already stored and valid.
         """
         if self._log is None:
             return
-        policy = self.config.policy
         try:
             if terms.seeded:
                 self._log(f"{event} in test mode, with repeatable noise that protects nothing")
-                return
-            spent = spent_of(self._history(ledger), policy.delta)
-            self._log(f"{event}, {spent} of {policy.max_epsilon} spent")
+            else:
+                charge = prepared.charge
+                history = self._history(ledger)
+                self._log(spending_line(event, self.config.policy, charge, history))
         except (OSError, ValueError, RuntimeError, DpfedError) as error:
             LOG.warning("what was spent could not be logged: %s", error)
 
@@ -357,17 +352,6 @@ def _rounded(
     """
     message, memory = compute()
     return encode(message, layout, draws(streams_of(terms), "upload", terms.round)), memory
-
-
-def spent_of(history: History, delta: float) -> str:
-    """Return the spent epsilon of a ledger as text, rounded up.
-
-    With many different mechanisms, the text has the Rényi bound. The bound is larger than the exact
-    epsilon, but faster to compute.
-    """
-    if len(history) > MAX_EXACT_MECHANISMS:
-        return f"epsilon at most {show_loss(rdp_epsilon(history, delta), 2)} (Rényi bound)"
-    return f"epsilon {show_loss(epsilon(history, delta).value, 2)}"
 
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:

@@ -11,10 +11,12 @@ Files are written atomically, and every operation may be repeated after a crash.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +32,7 @@ from dpfed.federation.policy import RefusedError
 from dpfed.privacy.ledger.private_files import (
     fsync,
     make_private_folder,
+    open_private,
     restrict_file,
     restrict_tree,
 )
@@ -41,6 +44,21 @@ FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
 # A server that resumes from a checkpoint may repeat its last request or the one before.
 STORED_REPLIES = 2
+
+
+@contextmanager
+def claim(state: Path) -> Iterator[None]:
+    """Keep the state folder for this process; raise DpfedError if another client uses it."""
+    # Use flock, because the system releases it when the process ends, even after a crash.
+    with open_private(own_folder(state) / "in-use.lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DpfedError(
+                f"{state} is in use by another `dpfed client`: "
+                "each client needs a folder, a name and a key of its own"
+            ) from None
+        yield
 
 
 def own_folder(state: Path) -> Path:

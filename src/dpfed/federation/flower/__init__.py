@@ -1,14 +1,20 @@
 """Connect server and clients through Flower, which transports bytes of `federation.messages`.
 
-    child.py       runs a SuperLink or SuperNode as a child process that ends with its parent
-    link.py        the server's side: registers client keys, opens a run, returns Flower's Grid
-    transport.py   sends requests to clients by name, with timeouts, and checks who has replied
-    node.py        the client's side: takes tasks from its SuperNode and answers them
-    apps.py        the ClientApp and ServerApp, also for Flower's own commands
-    envelope.py    request and reply bytes in Flower's messages
+    processes.py    runs Flower's commands: SuperLink, SuperNode and `flwr`
+    keeper.py       the process around a SuperLink or SuperNode, which ends it with its parent
+    guard.py        the reverse proxy in a keeper: which requests and which apps pass
+    session.py      the server's side: registers client keys and opens a run
+    apps.py         Flower's ClientApp and ServerApp, which pass bytes on
+    app_folder.py   the folder that `flwr run` takes
+    relay.py        bytes between two processes of one machine
+    post.py         messages to nodes, through Flower's Grid or through the relay
+    transport.py    sends requests to clients by name, with timeouts, and checks who has replied
+    answering.py    answers the requests that a ClientApp passes on
+    header.py       short texts beside a message; `envelope.py` puts both into Flower's messages
 
-By itself, a SuperNode of Flower runs the code that the server sends. `node.py` never installs or
-imports this code: it answers with the dpfed that the client has installed.
+Only Flower's documented commands and the modules `flwr.app`, `flwr.clientapp` and `flwr.serverapp`
+are used. By itself, a SuperNode runs the code that the server sends. The guard lets only an app
+without code pass, which names functions of the dpfed that the client has installed.
 
 These modules need `pip install dpfed[flower]`, so they are imported only when a federation runs.
 """

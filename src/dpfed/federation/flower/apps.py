@@ -1,15 +1,16 @@
-"""Flower's ClientApp (answers requests) and ServerApp (runs the server) for a dpfed federation.
+"""Flower's ClientApp and ServerApp for a dpfed federation.
 
-Both dpfed's commands and Flower's own commands use these apps. With Flower's commands, a client
-gives its client.toml in `--node-config`. The server gives its configuration, keys and folder in
-Flower's run configuration (docs/federation.md).
+Under `dpfed client` and `dpfed server` both apps only pass bytes through a socket (`relay.py`). A
+message therefore starts a process that imports Flower, and never torch.
+
+With Flower's own commands the apps do the work themselves: a client gives its client.toml in
+`--node-config`, and the server its configuration, keys and folder in the run configuration
+(docs/federation.md).
 """
 
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,158 +19,72 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from dpfed.errors import DpfedError
-from dpfed.federation.flower.envelope import (
-    NONCE,
-    envelope,
-    greeting,
-    header_value,
-    payload_of,
-    refusal,
-)
-from dpfed.federation.policy import public_text
+from dpfed.federation.flower import relay
+from dpfed.federation.flower.app_folder import CLIENT, CONFIG, KEYS, OUT, RELAY
+from dpfed.federation.flower.envelope import envelope, opened
 
-Answer = Callable[[bytes], bytes]
-CONFIG = "dpfed-config"
-OUT = "dpfed-out"
-KEYS = "dpfed-keys"
-CLIENT = "dpfed-client"
+client = ClientApp()
+server = ServerApp()
 
 
-def client_app(
-    answer: Answer, name: str, log: Callable[[str], None], greets: bool = False, debug: bool = False
-) -> ClientApp:
-    """Return an app that answers every request with `answer`.
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    return _answer("train", message, context)
 
-    If `answer` raises, the server gets only the text from `public_text`. With `greets`, the app
-    tells its client name to any server that asks. Tests without keys need this.
-    """
-    app = ClientApp()
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        nonce = header_value(message.content, NONCE)
-        try:
-            data = payload_of(message.content)
-            reply = answer(data)
-            log(f"answered a request of {len(data):,} bytes with {len(reply):,}")
-            return Message(envelope(reply, nonce), reply_to=message)
-        except Exception as error:
-            known = isinstance(error, DpfedError)
-            if debug or not known:
-                traceback.print_exc()
-            log(f"did not answer: {error}" if known else f"failed: {type(error).__name__}: {error}")
-            return Message(refusal(public_text(error), nonce), reply_to=message)
+@client.query()
+def query(message: Message, context: Context) -> Message:
+    return _answer("query", message, context)
 
-    if greets:
 
-        @app.query()
-        def query(message: Message, context: Context) -> Message:
-            return Message(greeting(header_value(message.content, NONCE), name), reply_to=message)
-
-    return app
+def _answer(kind: str, message: Message, context: Context) -> Message:
+    """Pass a message to this client. Only its own `--node-config` says where this client is."""
+    header, data = opened(message.content)
+    request = {"kind": kind, "header": header, "has_data": data is not None}
+    path = context.node_config.get(RELAY)
+    if isinstance(path, str):
+        found, content = relay.call(path, request, data or b"")
+    else:
+        found, content = _own_client(context.node_config.get(CLIENT))(request, data or b"")
+    reply = envelope(found["header"], content if found["has_data"] else None)
+    return Message(reply, reply_to=message)
 
 
 @lru_cache(maxsize=1)
-def _client_of(path: str) -> ClientApp:
-    from dpfed.federation.client.client import Client
-    from dpfed.federation.client_config import load_client
-    from dpfed.registry import registry
+def _own_client(path: object) -> relay.Handler:
+    """Return the client of a client.toml, in this process."""
+    from dpfed.federation.flower.answering import Answerer, failing
 
-    config, _ = load_client(Path(path), registry())
-    own = Client(config, log=_to_stderr)
-    return client_app(own.answer, config.client.name, _to_stderr)
+    if not isinstance(path, str):
+        text = f"""start flower-supernode with --node-config '{CLIENT}="/path/to/client.toml"'"""
+        return failing(DpfedError(text), _to_stderr)
+    try:
+        return Answerer.of_file(Path(path), _to_stderr)
+    except Exception as error:
+        return failing(error, _to_stderr)
 
 
 def _to_stderr(line: str) -> None:
     print(f"dpfed: {line}", file=sys.stderr, flush=True)
 
 
-client = ClientApp()
-
-
-@client.train()
-def train(message: Message, context: Context) -> Message:
-    """Answer a request under Flower's own SuperNode.
-
-    The client's own option `--node-config` selects the client.toml. The server cannot select it.
-    """
-    path = context.node_config.get(CLIENT)
-    try:
-        if not isinstance(path, str):
-            raise DpfedError(
-                f"""start flower-supernode with --node-config '{CLIENT}="/path/to/client.toml"'"""
-            )
-        app = _client_of(path)
-    except Exception as error:
-        _to_stderr(str(error))
-        nonce = header_value(message.content, NONCE)
-        return Message(refusal(public_text(error), nonce), reply_to=message)
-    return app(message, context)
-
-
-server = ServerApp()
-
-
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the server under Flower's own SuperLink.
+    """Pass messages on for `dpfed server`, or run the server here under Flower's own commands.
 
-    The clients' keys must be registered before, with `flwr supernode register`.
+    With Flower's own commands the clients' keys must be registered before.
     """
-    from dpfed.federation.server.serving import serve
+    from dpfed.federation.flower.post import GridPost, serve_grid
 
-    values = [context.run_config.get(key) for key in (CONFIG, OUT, KEYS)]
-    config, out, keys = (value if isinstance(value, str) else "" for value in values)
-    if not (config and out and keys):
+    values = {key: context.run_config.get(key) for key in (RELAY, CONFIG, OUT, KEYS)}
+    given = {key: value for key, value in values.items() if isinstance(value, str) and value}
+    if RELAY in given:
+        serve_grid(grid, given[RELAY])
+        return
+    if len(given) < 3:
         raise DpfedError(
             f"the run configuration must give {CONFIG}, {OUT} and {KEYS}: `flwr run --run-config`"
         )
-    serve(config, Path(out), grid, Path(keys), _to_stderr)
+    from dpfed.federation.server.serving import serve
 
-
-def app_files() -> dict[str, bytes]:
-    """Return the files of the app folder for `flwr run`, by name.
-
-    The folder has no code, because server and clients use their own dpfed.
-    """
-    project = f"""\
-[project]
-name = "dpfed-federation"
-version = "1.0.0"
-description = "A differentially private federation run by dpfed"
-license = {{ file = "LICENSE" }}
-dependencies = ["dpfed", "flwr>=1.41,<1.42"]
-
-[tool.flwr.app]
-publisher = "dpfed"
-
-[tool.flwr.app.components]
-serverapp = "dpfed.federation.flower.apps:server"
-clientapp = "dpfed.federation.flower.apps:client"
-
-[tool.flwr.app.config]
-{CONFIG} = ""
-{OUT} = ""
-{KEYS} = ""
-"""
-    return {
-        "pyproject.toml": project.encode(),
-        "LICENSE": b"No rights are needed for this folder: it holds names only.\n",
-        "README.md": b"# A federation run by dpfed\n",
-    }
-
-
-def write_app(folder: Path) -> None:
-    """Write the app folder for `flwr run`; raise DpfedError if the folder exists.
-
-    The command for this is `python -m dpfed.federation.flower.apps DIR`.
-    """
-    if folder.exists():
-        raise DpfedError(f"{folder} is there already: choose another folder")
-    folder.mkdir(parents=True)
-    for name, data in app_files().items():
-        (folder / name).write_bytes(data)
-
-
-if __name__ == "__main__":
-    write_app(Path(sys.argv[1]))
+    serve(given[CONFIG], Path(given[OUT]), GridPost(grid), Path(given[KEYS]), _to_stderr)

@@ -1,4 +1,4 @@
-"""Send requests to clients through Flower's Grid and collect their replies.
+"""Send requests to clients and collect their replies.
 
 A client is identified by its key. A reply is accepted only if it comes from the node that got the
 request, and if it contains the nonce of that request.
@@ -10,27 +10,18 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import httpx
-from flwr.app import Message
-from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
-
-from dpfed.errors import DpfedError, StoppedError
-from dpfed.federation.flower.envelope import (
-    NAME,
-    NONCE,
-    envelope,
-    greeting,
-    header_value,
-    payload_of,
-)
+from dpfed.errors import StoppedError
+from dpfed.federation.flower.header import MAX_TEXT, NAME, NONCE, REFUSED
+from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
+# Type of Flower's messages; it selects the function of the ClientApp that answers.
+TRAIN = "train"
 POLL_S = 0.2
 # Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
@@ -39,12 +30,9 @@ MAX_PULLS = 2
 # A reply that is not complete after so many seconds no longer counts in MAX_PULLS.
 STALLED_S = 5.0
 GREETING_TIMEOUT_S = 60.0
-# Error codes of the SuperLink itself: a node, a request or a reply is no longer available.
-UNAVAILABLE = (
-    ErrorCode.NODE_UNAVAILABLE,
-    ErrorCode.MESSAGE_UNAVAILABLE,
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
-)
+# Flower reports an error if a node disconnects before it replies, or if its app does not start. The
+# request is sent this often over one connection.
+MOST_SENDS = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +67,8 @@ class Exchange:
     connections: dict[str, Connection] = field(default_factory=dict)
     # Messages that wait for their replies, by Flower's message id.
     sent: dict[str, Sent] = field(default_factory=dict)
+    # How often a request was sent over a connection.
+    sends: Counter[Connection] = field(default_factory=Counter)
 
     @property
     def missing(self) -> set[str]:
@@ -95,19 +85,19 @@ class Pulls:
     At most MAX_PULLS threads work at once, so that memory does not hold all replies together.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    def __init__(self, post: Post) -> None:
+        self._post = post
         self._threads: dict[str, threading.Thread] = {}
-        self._found: dict[str, list[Message] | Exception] = {}
+        self._found: dict[str, Delivery | Exception | None] = {}
         # Start of the last thread for each message, in seconds of `time.monotonic`.
         self._started: dict[str, float] = {}
         self._finished = threading.Event()
 
-    def of(self, keys: Iterable[str]) -> Iterator[tuple[str, list[Message] | Exception]]:
+    def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery | Exception]]:
         """Wait at most `PULL_S` seconds, and yield what the threads have fetched.
 
-        Each element is a message id with its replies, or with the error of Flower's call. The
-        messages that have waited longest are tried first.
+        Each element is a message id with its reply, or with the error of the call. The messages
+        that have waited longest are tried first.
         """
         wanted = sorted(keys, key=lambda key: self._started.get(key, 0.0))
         waiting = [key for key in wanted if key not in self._threads]
@@ -119,7 +109,12 @@ class Pulls:
             done = [key for key in wanted if key in self._threads and key in self._found]
             for key in done:
                 del self._threads[key]
-                yield key, self._found.pop(key)
+                found = self._found.pop(key)
+                own = [found] if found is not None else []
+                # Keep no reference, so that the caller can free the reply before the next one.
+                del found
+                while own:
+                    yield key, own.pop()
             over = time.monotonic() >= end
             if over or not (waiting or any(key in self._threads for key in wanted)):
                 return
@@ -145,9 +140,9 @@ class Pulls:
         self._threads[key].start()
 
     def _look(self, key: str) -> None:
-        found: list[Message] | Exception
+        found: Delivery | Exception | None
         try:
-            found = list(self._grid.pull_messages([key]))
+            found = self._post.take(key)
         except Exception as error:
             found = error
         if key in self._threads:
@@ -155,32 +150,32 @@ class Pulls:
             self._finished.set()
 
 
-class GridTransport:
-    """Sends requests to clients through a Grid and returns their replies.
+class PostTransport:
+    """Sends requests to clients through Flower and returns their replies.
 
     keys    public key of each client by name, in PEM format; None in tests on one machine, where
             each node tells its client name
     absent  seconds to wait while none of the clients without a reply is connected
     stop    called while waiting; may raise to end the run
     alive   called when the SuperLink does not reply; raises if the SuperLink has ended
-    kind    type of the messages, which selects the function of the ClientApp that answers
+    seen    called with the names of the connected clients whenever they are looked up
     """
 
     def __init__(
         self,
-        grid: Grid,
+        post: Post,
         keys: Mapping[str, bytes] | None,
         absent: float = 30.0,
         stop: Callable[[], None] = lambda: None,
         alive: Callable[[], None] = lambda: None,
-        kind: str = "train",
+        seen: Callable[[Collection[str]], None] = lambda names: None,
     ) -> None:
-        self._grid = grid
+        self._post = post
         self._absent = absent
         self._stop = stop
         self._alive = alive
-        self._kind = kind
-        self._pulls = Pulls(grid)
+        self._seen = seen
+        self._pulls = Pulls(post)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
         # `_greetings` has the greetings that wait for replies, by message id. `_greeted_names` has
         # the client names in the replies, by node number.
@@ -208,7 +203,7 @@ class GridTransport:
                 try:
                     connected = self._send_missing(exchange)
                     yield from self._collect(exchange)
-                except httpx.HTTPError:
+                except LinkDownError:
                     self._alive()
                     connected = set()
                 present = exchange.missing & connected
@@ -247,7 +242,7 @@ class GridTransport:
             self._stop()
             try:
                 count = len(wanted & self.connected().keys())
-            except httpx.HTTPError:
+            except LinkDownError:
                 self._alive()
                 count = 0
             if count >= enough:
@@ -268,81 +263,66 @@ class GridTransport:
     def connected(self) -> dict[str, Connection]:
         """Return the newest connection of each connected client, by client name."""
         found: dict[str, Connection] = {}
-        for node in self._grid.get_nodes():
+        for node in self._post.nodes():
             name = self._name_of(node)
-            connection = Connection(int(node.node_id), str(node.last_activated_at))
+            connection = Connection(node.number, node.since)
             if name is not None and (name not in found or found[name].since < connection.since):
                 found[name] = connection
         if self._names is None:
             self._read_greetings()
+        self._seen(found)
         return found
 
-    def _name_of(self, node: Any) -> str | None:
+    def _name_of(self, node: Node) -> str | None:
         if self._names is not None:
-            return self._names.get(bytes(node.public_key))
-        number = int(node.node_id)
+            return self._names.get(node.key)
         greeted = {sent.node for sent in self._greetings.values()} | self._greeted_names.keys()
-        if number not in greeted:
-            sent = Sent("", number, secrets.token_hex(32))
-            self._greetings |= self._push(sent, "query", greeting(sent.nonce), GREETING_TIMEOUT_S)
-        return self._greeted_names.get(number)
+        if node.number not in greeted:
+            sent = Sent("", node.number, secrets.token_hex(32))
+            self._greetings |= self._push(sent, "query", None, GREETING_TIMEOUT_S)
+        return self._greeted_names.get(node.number)
 
     def _read_greetings(self) -> None:
         for key, reply in self._pull(self._greetings):
             sent = self._greetings.pop(key)
-            if reply is None or reply.has_error() or not _has_nonce(reply, sent):
-                continue
-            name = header_value(reply.content, NAME)
-            if name:
-                self._greeted_names[sent.node] = name
+            if _is_genuine(reply, sent) and reply.header.get(NAME):
+                self._greeted_names[sent.node] = reply.header[NAME]
 
     def _send(self, exchange: Exchange, name: str, connection: Connection) -> None:
         sent = Sent(name, connection.node, secrets.token_hex(32))
-        content = envelope(exchange.requests[name], sent.nonce)
-        pushed = self._push(sent, self._kind, content, exchange.timeout)
+        pushed = self._push(sent, TRAIN, exchange.requests[name], exchange.timeout)
         exchange.sent |= pushed
         if pushed:
             exchange.connections[name] = connection
+            exchange.sends[connection] += 1
 
-    def _push(self, sent: Sent, kind: str, content: Any, timeout: float) -> dict[str, Sent]:
+    def _push(self, sent: Sent, kind: str, data: bytes | None, timeout: float) -> dict[str, Sent]:
         """Send one message, and return {message id: `sent`}; {} if Flower does not accept it.
 
         Flower drops the message after `timeout` seconds, so that no client computes an old round.
         """
-        message = Message(content, sent.node, kind, ttl=timeout)
-        return {str(key): sent for key in self._grid.push_messages([message]) if key}
+        key = self._post.send(sent.node, kind, {NONCE: sent.nonce}, data, timeout)
+        return {key: sent} if key else {}
 
-    def _pull(self, keys: Iterable[str]) -> Iterator[tuple[str, Message | None]]:
-        """Yield pairs of a message id and the reply to it, for all replies that have arrived.
-
-        The reply is None if Flower cannot assemble its pieces.
-        """
-        for key, replies in self._pulls.of(keys):
-            if isinstance(replies, httpx.HTTPError):
-                raise replies
-            if replies:
-                self._pulls.forget([key])
-            if isinstance(replies, Exception):
-                yield key, None
-                continue
-            own = [r for r in replies if r.metadata.reply_to_message_id == key]
+    def _pull(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery]]:
+        """Yield pairs of a message id and the reply to it, for all replies that have arrived."""
+        for key, found in self._pulls.of(keys):
+            if isinstance(found, Exception):
+                raise found
+            self._pulls.forget([key])
+            own = [found]
             # Free the memory of a reply before the next one is fetched.
-            del replies
-            while own:
-                yield key, own.pop()
+            del found
+            yield key, own.pop()
 
     def _collect(self, exchange: Exchange) -> Iterator[tuple[str, bytes | Exception]]:
-        missing = exchange.missing
-        keys = [key for key, sent in exchange.sent.items() if sent.name in missing]
-        for key, reply in self._pull(keys):
-            # Flower may hand out a reply twice, and a client may answer an earlier request, too.
-            sent = exchange.sent.pop(key, None)
-            if sent is None or sent.name in exchange.answered:
+        # Also fetch second replies of clients that connected again: otherwise their threads would
+        # count in MAX_PULLS until the end of the exchange.
+        for key, reply in self._pull(exchange.sent):
+            sent = exchange.sent.pop(key)
+            if sent.name in exchange.answered:
                 continue
-            if reply is not None and _is_unavailable(reply):
-                # The client disconnected before it replied. Forget its connection, so that the
-                # client gets its request again when it is back.
-                exchange.connections.pop(sent.name, None)
+            if reply.error is not None and _may_send_again(exchange, sent):
                 continue
             exchange.answered.add(sent.name)
             result = [_result_of(reply, sent)]
@@ -350,27 +330,39 @@ class GridTransport:
             yield sent.name, result.pop()
 
 
-def _is_unavailable(reply: Message) -> bool:
-    return reply.has_error() and reply.error.code in UNAVAILABLE
+def _may_send_again(exchange: Exchange, sent: Sent) -> bool:
+    """Forget a client's connection, so that the client gets its request again.
+
+    Return False after `MOST_SENDS` attempts over one connection.
+    """
+    connection = exchange.connections.get(sent.name)
+    if connection is not None and exchange.sends[connection] >= MOST_SENDS:
+        return False
+    exchange.connections.pop(sent.name, None)
+    return True
 
 
-def _result_of(reply: Message | None, sent: Sent) -> bytes | Exception:
-    if reply is None:
+def _result_of(reply: Delivery, sent: Sent) -> bytes | Exception:
+    if reply.broken:
         return MessageError("what it sent is no message of Flower's")
-    if reply.has_error():
-        # Replace Flower's error text, because it could contain a record.
+    if reply.error is not None:
+        # Flower's error text could contain a record, so it is not used.
         return RefusedError(FAILURE)
     return _checked_payload(reply, sent)
 
 
-def _checked_payload(reply: Message, sent: Sent) -> bytes | Exception:
-    try:
-        if reply.metadata.src_node_id != sent.node or not _has_nonce(reply, sent):
-            raise MessageError("the answer does not come from the node that was asked")
-        return payload_of(reply.content)
-    except DpfedError as error:
-        return error
+def _checked_payload(reply: Delivery, sent: Sent) -> bytes | Exception:
+    if not _is_genuine(reply, sent):
+        return MessageError("the answer does not come from the node that was asked")
+    if reply.header.get(REFUSED):
+        return RefusedError(reply.header[REFUSED][:MAX_TEXT])
+    if reply.data is None:
+        return MessageError("the message holds no bytes of dpfed: both sides need the same dpfed")
+    return reply.data
 
 
-def _has_nonce(reply: Message, sent: Sent) -> bool:
-    return hmac.compare_digest(header_value(reply.content, NONCE).encode(), sent.nonce.encode())
+def _is_genuine(reply: Delivery, sent: Sent) -> bool:
+    """Return True if a reply comes from the node that was asked and has the nonce."""
+    nonce = reply.header.get(NONCE, "")
+    same_node = reply.error is None and not reply.broken and reply.node == sent.node
+    return same_node and hmac.compare_digest(nonce.encode(), sent.nonce.encode())

@@ -28,6 +28,7 @@ from dpfed.algorithms.base import Message
 from dpfed.config import Config, FederationSection, to_dict
 from dpfed.errors import DpfedError, StoppedError, counted
 from dpfed.federation.held_out import Score, bounds, score_of
+from dpfed.federation.log_line import LogLine
 from dpfed.federation.messages import (
     ClippingTerms,
     MessageError,
@@ -170,7 +171,9 @@ class Federation:
 
         def leave_out(name: str, reason: str) -> None:
             t = requests[numbers[name]].terms.round
-            self._log(f"round {t}: client {name!r} is {consequence}: {one_line(reason)}")
+            facts = {"round": t, "client": name, "reason": one_line(reason)}
+            text = f"round {t}: client {name!r} is {consequence}: {facts['reason']}"
+            self._log(LogLine(text, "left_out", **facts))
 
         waiting = set(numbers)
         for name, found in self._transport.send_all(packed, self._section.timeout):

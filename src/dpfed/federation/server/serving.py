@@ -1,4 +1,4 @@
-"""Run a whole training as a server, with clients that are connected through Flower's Grid."""
+"""Run a whole training as a server, with clients that are connected through Flower."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from dpfed.training.rounds import Round
 from dpfed.training.run import run
 
 if TYPE_CHECKING:
-    from flwr.serverapp import Grid
-
-    from dpfed.federation.flower.transport import GridTransport
+    from dpfed.federation.flower.post import Post
+    from dpfed.federation.flower.transport import PostTransport
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Network:
     wait       seconds within which enough clients must connect
     """
 
-    transport: GridTransport
+    transport: PostTransport
     say: Log
     stop: Stop = never_stop
     wait: float = 600.0
@@ -105,16 +104,16 @@ class RoundLines(Callback):
         self._say(f"round {round.t}/{self._rounds}  {score}  {round.seconds:.1f} s")
 
 
-def serve(config: str, out: Path, grid: Grid, keys: Path, say: Log) -> dict[str, Any]:
+def serve(config: str, out: Path, post: Post, keys: Path, say: Log) -> dict[str, Any]:
     """Run a server under Flower's own commands, and return the run's result.
 
     The noise is secret, and clients are identified by the public keys in the folder `keys`. A run
     that exists in `out` is resumed.
     """
-    from dpfed.federation.flower.transport import GridTransport
+    from dpfed.federation.flower.transport import PostTransport
 
     resume = (out / "config.toml").exists()
     settings = config_for(config, [], out, resume, seeded=False)
-    transport = GridTransport(grid, client_keys(keys, client_names(settings)))
+    transport = PostTransport(post, client_keys(keys, client_names(settings)))
     lines = RoundLines(settings.run.rounds, say)
     return serve_over(settings, out, resume, Network(transport, say), [lines])

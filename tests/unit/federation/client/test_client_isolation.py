@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from federation_case import client_of, job_of, rows_of, server_of
 from torch import Tensor
 
-from dpfed.federation.client.client import Client, spent_of
+from dpfed.federation.client.budget_left import spending_line
+from dpfed.federation.client.client import Client
 from dpfed.federation.messages import Request, ScoringRequest, pack
 from dpfed.federation.policy import PublicError, RefusedError
 from dpfed.federation.server.server import Federation
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.privacy.accounting.pld import epsilon
+from dpfed.privacy.accounting.rdp import rdp_epsilon
+from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss
 from dpfed.training.job.job import Job
@@ -165,16 +169,25 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     train = (job.plan.mechanism(0), 2)
     one = epsilon([train], 1e-5).value
     two = epsilon([train, (Mechanism("poisson", 1.0, 5.0), 1)], 1e-5).value
-    assert log == [
-        f"round 1 answered, epsilon {show_loss(one, 2)} of 8.0 spent",
-        f"round 1 scored, epsilon {show_loss(two, 2)} of 8.0 spent",
-        "round 1 scored again with the stored message, nothing spent",
-    ]
+    assert log[0].startswith(f"round 1 answered, epsilon {show_loss(one, 2)} of 8.0 spent, ")
+    assert log[1].startswith(f"round 1 scored, epsilon {show_loss(two, 2)} of 8.0 spent, ")
+    assert log[2] == "round 1 scored again with the stored message, nothing spent"
+    fields = log[0].fields  # type: ignore[attr-defined]
+    assert (fields["round"], fields["epsilon"], fields["max_epsilon"]) == (1, one, 8.0)
+    more = fields["rounds_left"]
+    assert f"{math.floor((8 - one) * 100) / 100:g} left: at least {more:,} rounds like" in log[0]
+    spent = [(*train[:1], 2 * (1 + more))]
+    assert epsilon(spent, 1e-5).value <= 8.0, "the rounds that are left can be afforded"
+    assert rdp_epsilon([(train[0], 2 * math.ceil(2 + 1.1 * more))], 1e-5) > 8.0
     assert float(show_loss(one, 2)) >= one
     assert show_loss(2.0410001, 2) == "2.05"
     many = [(Mechanism("poisson", 0.01 + 0.001 * i, 1.0), 1) for i in range(20)]
-    assert "at most" in spent_of(many, 1e-5)
-    assert spent_of([], 1e-5) == "epsilon 0.00"
+    charge = Charge("clinic-0", 3, 2, many[0][0], noise="os")
+    line = spending_line("round 3 answered", made.config.policy, charge, many)
+    assert "(Rényi bound)" in line
+    assert "at most" in line
+    over = [(many[0][0], 10**7)]
+    assert "0 left: at least 0 rounds" in spending_line("x", made.config.policy, charge, over)
 
 
 def test_the_log_says_that_repeatable_noise_protects_nothing(job: Job, tmp_path: Path) -> None:

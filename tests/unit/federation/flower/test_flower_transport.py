@@ -1,84 +1,83 @@
-"""The transport over a Grid: keys identify clients, and a reply counts for its own node only."""
+"""The transport: keys identify clients, and a reply counts for its own node only."""
 
 from __future__ import annotations
 
 import gc
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr")
-
-from flwr.app import ConfigRecord, Error, Message, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.supercore.task_identity import TaskIdentity
-
 from dpfed.errors import DpfedError, StoppedError
 from dpfed.federation.flower import transport as module
-from dpfed.federation.flower.apps import client_app
-from dpfed.federation.flower.envelope import HEADER, NONCE, envelope, header_value, payload_of
-from dpfed.federation.flower.transport import GridTransport
+from dpfed.federation.flower.answering import Answerer
+from dpfed.federation.flower.header import NAME, NONCE, REFUSED
+from dpfed.federation.flower.post import Delivery, LinkDownError, Node
+from dpfed.federation.flower.transport import PostTransport
 from dpfed.federation.policy import RefusedError
 
 KEYS = {"a": b"key of a", "b": b"key of b"}
-Handler = Callable[[Message], Message | None]
 
 
-class FakeGrid:
+@dataclass(frozen=True)
+class Letter:
+    """A message that was sent to a node."""
+
+    node: int
+    kind: str
+    nonce: str
+    data: bytes | None
+    ttl: float
+
+
+Handler = Callable[[Letter], Delivery | None]
+
+
+class FakePost:
     """Nodes by number, each with a function that answers its messages."""
 
     def __init__(self, **nodes: Handler) -> None:
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.handlers = {100 + i: handler for i, handler in enumerate(nodes.values())}
-        self.nodes = {
-            100 + i: SimpleNamespace(
-                node_id=100 + i, public_key=KEYS.get(name, b"?"), last_activated_at="1"
-            )
-            for i, name in enumerate(nodes)
+        self.connected = {
+            100 + i: Node(100 + i, KEYS.get(name, b"?"), "1") for i, name in enumerate(nodes)
         }
-        self.replies: dict[str, Message] = {}
-        self.sent: list[Message] = []
+        self.replies: dict[str, Delivery] = {}
+        self.sent: list[Letter] = []
         self.polls = 0
         self.each_poll: Callable[[int], None] = lambda n: None
 
-    def get_nodes(self) -> list[Any]:
+    def nodes(self) -> list[Node]:
         self.polls += 1
         self.each_poll(self.polls)
-        return list(self.nodes.values())
+        return list(self.connected.values())
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            ids.append(f"m{len(self.sent)}")
-            message.metadata.__dict__["_message_id"] = ids[-1]
-            self.sent.append(message)
-            reply = self.handlers[message.metadata.dst_node_id](message)
-            if reply is not None:
-                self.replies[ids[-1]] = reply
-        return ids
+    def send(
+        self, node: int, kind: str, header: dict[str, str], data: bytes | None, ttl: float
+    ) -> str:
+        key = f"m{len(self.sent)}"
+        letter = Letter(node, kind, header[NONCE], data, ttl)
+        self.sent.append(letter)
+        reply = self.handlers[node](letter)
+        if reply is not None:
+            self.replies[key] = reply
+        return key
 
-    def pull_messages(self, ids: Iterable[str]) -> list[Message]:
-        found = [self.replies.pop(key) for key in ids if key in self.replies]
-        if any(isinstance(reply, Exception) for reply in found):
-            raise next(reply for reply in found if isinstance(reply, Exception))
-        return found
+    def take(self, key: str) -> Delivery | None:
+        return self.replies.pop(key, None)
 
 
 def answering(data: bytes) -> Handler:
-    return lambda message: Message(
-        envelope(data, header_value(message.content, NONCE)), reply_to=message
-    )
+    return lambda letter: Delivery(letter.node, None, {NONCE: letter.nonce}, data)
 
 
-def failing(code: int, text: str = "row 17 of patients.csv") -> Handler:
-    return lambda message: Message(Error(code, text), reply_to=message)
+def failing(code: int) -> Handler:
+    return lambda letter: Delivery(letter.node, error=code)
 
 
-def silent(message: Message) -> None:
+def silent(letter: Letter) -> None:
     return None
 
 
@@ -87,108 +86,98 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.001)
 
 
-def ask(grid: FakeGrid, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
-    transport: Any = GridTransport(grid, KEYS, **more)  # type: ignore[arg-type]
+def ask(grid: FakePost, timeout: float = 0.2, **more: Any) -> dict[str, bytes | Exception]:
+    transport: Any = PostTransport(grid, KEYS, **more)
     return dict(transport.send_all({"a": b"for a", "b": b"for b"}, timeout))
 
 
 def test_each_client_gets_its_own_bytes_and_answers_under_its_name() -> None:
-    grid = FakeGrid(b=answering(b"of b"), a=answering(b"of a"))
+    grid = FakePost(b=answering(b"of b"), a=answering(b"of a"))
     assert ask(grid) == {"a": b"of a", "b": b"of b"}
-    sent = {message.metadata.dst_node_id: message for message in grid.sent}
-    assert sent[100].content["dpfed.parcel"]["data"].data == b"for b"
-    assert sent[101].content["dpfed.parcel"]["data"].data == b"for a"
-    assert header_value(sent[100].content, NONCE) != header_value(sent[101].content, NONCE)
-    assert len(header_value(sent[100].content, NONCE)) == 64
-    assert {message.metadata.ttl for message in grid.sent} == {0.2}, (
+    sent = {letter.node: letter for letter in grid.sent}
+    assert sent[100].data == b"for b"
+    assert sent[101].data == b"for a"
+    assert sent[100].nonce != sent[101].nonce
+    assert len(sent[100].nonce) == 64
+    assert {letter.ttl for letter in grid.sent} == {0.2}, (
         "nobody is to work for a round that is over"
     )
 
 
 def test_a_node_with_an_unknown_key_is_never_asked() -> None:
-    grid = FakeGrid(a=answering(b"of a"), stranger=answering(b"of a stranger"))
+    grid = FakePost(a=answering(b"of a"), stranger=answering(b"of a stranger"))
     assert ask(grid, absent=0.02) == {"a": b"of a"}
-    assert [message.metadata.dst_node_id for message in grid.sent] == [100]
+    assert [letter.node for letter in grid.sent] == [100]
 
 
 @pytest.mark.parametrize("forged", ["nonce", "node", "nothing"])
 def test_an_answer_of_somebody_else_does_not_count(forged: str) -> None:
-    def forger(message: Message) -> Message:
-        content = envelope(
-            b"forged", header_value(message.content, NONCE) if forged != "nonce" else "guessed"
-        )
-        if forged == "nothing":
-            content = RecordDict({HEADER: ConfigRecord({NONCE: 3})})
-        reply = Message(content, reply_to=message)
-        if forged == "node":
-            reply.metadata.__dict__["_src_node_id"] = 100
-        return reply
+    def forger(letter: Letter) -> Delivery:
+        nonce = {NONCE: "guessed" if forged == "nonce" else letter.nonce}
+        node = 100 if forged == "node" else letter.node
+        return Delivery(node, None, {} if forged == "nothing" else nonce, b"forged")
 
-    found = ask(FakeGrid(a=answering(b"of a"), b=forger))
+    found = ask(FakePost(a=answering(b"of a"), b=forger))
     assert found["a"] == b"of a"
     assert isinstance(found["b"], DpfedError)
     assert "does not come from the node that was asked" in str(found["b"])
 
 
 def test_who_is_silent_is_left_out_when_the_time_is_over() -> None:
-    assert ask(FakeGrid(a=answering(b"of a"), b=silent), 0.05) == {"a": b"of a"}
+    assert ask(FakePost(a=answering(b"of a"), b=silent), 0.05) == {"a": b"of a"}
 
 
 def test_who_is_not_connected_is_not_waited_for_as_long() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=silent)
-    del grid.nodes[101]
+    grid = FakePost(a=answering(b"of a"), b=silent)
+    del grid.connected[101]
     assert ask(grid, timeout=60.0, absent=0.02) == {"a": b"of a"}
 
 
 def test_who_stays_away_holds_up_one_round_and_not_every_one() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
-    away = grid.nodes.pop(101)
-    transport: Any = GridTransport(grid, KEYS, absent=0.05)  # type: ignore[arg-type]
+    grid = FakePost(a=answering(b"of a"), b=answering(b"of b"))
+    away = grid.connected.pop(101)
+    transport: Any = PostTransport(grid, KEYS, absent=0.05)
     requests = {"a": b"for a", "b": b"for b"}
     assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     first = grid.polls
     grid.polls = 0
     assert dict(transport.send_all(requests, 60.0)) == {"a": b"of a"}
     assert grid.polls == 1 < first
-    del grid.nodes[100]
+    del grid.connected[100]
     grid.polls = 0
     assert dict(transport.send_all(requests, 60.0)) == {}
     assert grid.polls > 1, "where nobody is there, all are waited for"
-    grid.nodes[101] = away
+    grid.connected[101] = away
     assert dict(transport.send_all({"b": b"for b"}, 60.0)) == {"b": b"of b"}
 
 
 def test_a_client_that_connects_late_is_asked_then() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
-    late = grid.nodes.pop(101)
+    grid = FakePost(a=answering(b"of a"), b=answering(b"of b"))
+    late = grid.connected.pop(101)
 
     def connect(n: int) -> None:
         if n == 5:
-            grid.nodes[101] = late
+            grid.connected[101] = late
 
     grid.each_poll = connect
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
 
 
 def test_a_client_that_connects_again_is_asked_again_with_the_same_bytes() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=silent)
+    grid = FakePost(a=answering(b"of a"), b=silent)
 
     def restart(n: int) -> None:
         if n == 5:
-            grid.nodes[101].last_activated_at = "2"
+            grid.connected[101] = Node(101, KEYS["b"], "2")
             grid.handlers[101] = answering(b"of b")
 
     grid.each_poll = restart
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
-    both = [message for message in grid.sent if message.metadata.dst_node_id == 101]
-    assert [message.content["dpfed.parcel"]["data"].data for message in both] == [
-        b"for b",
-        b"for b",
-    ]
+    assert [letter.data for letter in grid.sent if letter.node == 101] == [b"for b", b"for b"]
 
 
 def test_a_request_that_went_away_with_its_node_is_sent_again() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=failing(ErrorCode.NODE_UNAVAILABLE))
+    grid = FakePost(a=answering(b"of a"), b=failing(5))
 
     def mend(n: int) -> None:
         if n == 3:
@@ -198,37 +187,44 @@ def test_a_request_that_went_away_with_its_node_is_sent_again() -> None:
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
 
 
-def test_what_flower_tells_of_an_exception_goes_no_further() -> None:
-    found = ask(FakeGrid(a=answering(b"of a"), b=failing(ErrorCode.CLIENT_APP_RAISED_EXCEPTION)))
+def test_an_app_that_never_starts_is_asked_three_times_over_one_connection() -> None:
+    grid = FakePost(a=answering(b"of a"), b=failing(1))
+    found = ask(grid, 60.0)
     assert isinstance(found["b"], RefusedError)
-    assert "patients" not in str(found["b"])
+    assert "its own log says why" in str(found["b"])
+    assert [letter.node for letter in grid.sent].count(101) == 3
 
 
 def test_what_flower_cannot_put_together_is_its_senders_fault_alone() -> None:
-    def garbage(message: Message) -> Any:
-        return KeyError("no such object")
-
-    found = ask(FakeGrid(a=garbage, b=answering(b"of b")))
+    grid = FakePost(a=lambda letter: Delivery(broken=True), b=answering(b"of b"))
+    found = ask(grid)
     assert found["b"] == b"of b"
     assert "no message of Flower" in str(found["a"])
 
 
+def test_a_refusal_is_an_error_with_its_text_cut() -> None:
+    def refusing(letter: Letter) -> Delivery:
+        return Delivery(letter.node, None, {NONCE: letter.nonce, REFUSED: "no " * 999}, None)
+
+    found = ask(FakePost(a=refusing, b=lambda x: Delivery(x.node, None, {NONCE: x.nonce}, None)))
+    assert isinstance(found["a"], RefusedError)
+    assert len(str(found["a"])) == 300
+    assert "both sides need the same dpfed" in str(found["b"])
+
+
 def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     over = threading.Event()
-    grid = FakeGrid(a=silent, b=answering(b"of b"))
-    real = grid.pull_messages
+    grid = FakePost(a=silent, b=answering(b"of b"))
+    real = grid.take
 
-    def pull(ids: list[str]) -> list[Message]:
-        node = next(
-            message for i, message in enumerate(grid.sent) if f"m{i}" == ids[0]
-        ).metadata.dst_node_id
-        if node == 100:
+    def take(key: str) -> Delivery | None:
+        if grid.sent[int(key[1:])].node == 100:
             # Flower waits for hours here.
             over.wait(30)
-        return real(ids)
+        return real(key)
 
-    grid.pull_messages = pull  # type: ignore[method-assign,assignment]
-    transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
+    grid.take = take  # type: ignore[method-assign]
+    transport: Any = PostTransport(grid, KEYS)
     try:
         assert dict(transport.send_all({"a": b"for a", "b": b"for b"}, 0.7)) == {"b": b"of b"}
     finally:
@@ -238,86 +234,147 @@ def test_who_announces_a_reply_and_does_not_send_it_holds_up_nobody() -> None:
     )
 
 
+def many(count: int, handler: Handler) -> tuple[FakePost, Any]:
+    """Return `count` clients c0, c1, ... that answer with `handler`, and their transport."""
+    names = [f"c{i}" for i in range(count)]
+    keys = {name: f"key of {name}".encode() for name in names}
+    grid = FakePost(**dict.fromkeys(names, handler))
+    for number, key in zip(list(grid.connected), keys.values(), strict=True):
+        grid.connected[number] = Node(number, key, "1")
+    return grid, PostTransport(grid, keys)
+
+
 def test_few_replies_are_fetched_at_once_and_stalled_ones_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     over = threading.Event()
-    names = [f"c{i}" for i in range(6)]
-    keys = {name: f"key of {name}".encode() for name in names}
-    grid = FakeGrid(**dict.fromkeys(names, answering(b"reply")))
-    for node, key in zip(grid.nodes.values(), keys.values(), strict=True):
-        node.public_key = key
-    real = grid.pull_messages
+    grid, transport = many(6, answering(b"reply"))
+    real = grid.take
     stalled = {"m0", "m1", "m2"}
     busy: list[str] = []
     most = [0]
 
-    def pull(ids: list[str]) -> list[Message]:
-        busy.append(ids[0])
-        most.append(len([key for key in busy if key not in stalled]))
-        if ids[0] in stalled:
+    def take(key: str) -> Delivery | None:
+        busy.append(key)
+        most.append(len([other for other in busy if other not in stalled]))
+        if key in stalled:
             over.wait(30)
-        found = real(ids)
-        busy.remove(ids[0])
+        time.sleep(0.01)
+        found = real(key)
+        busy.remove(key)
         return found
 
-    grid.pull_messages = pull  # type: ignore[method-assign,assignment]
+    grid.take = take  # type: ignore[method-assign]
     monkeypatch.setattr(module, "STALLED_S", 0.1)
-    transport: Any = GridTransport(grid, keys)  # type: ignore[arg-type]
     try:
-        found = dict(transport.send_all(dict.fromkeys(names, b"request"), 3.0))
+        found = dict(transport.send_all({f"c{i}": b"request" for i in range(6)}, 3.0))
     finally:
         over.set()
-    assert found == dict.fromkeys(names[3:], b"reply")
+    assert found == {f"c{i}": b"reply" for i in range(3, 6)}
     assert max(most) <= module.MAX_PULLS
 
 
-def test_messages_are_freed_without_the_garbage_collector() -> None:
+def test_second_replies_of_the_same_clients_do_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grid, transport = many(3, answering(b"reply"))
+    late = grid.connected.pop(102)
+    real = grid.take
+    first = {"m0", "m1"}
+    again = threading.Event()
+
+    def take(key: str) -> Delivery | None:
+        if key in first:
+            again.wait(30)
+        return real(key)
+
+    def poll(n: int) -> None:
+        if n == 2:
+            for number in (100, 101):
+                grid.connected[number] = replace(grid.connected[number], since="2")
+        if n == 4:
+            again.set()
+            time.sleep(0.05)
+            grid.connected[102] = late
+
+    grid.take = take  # type: ignore[method-assign]
+    grid.each_poll = poll
+    monkeypatch.setattr(module, "STALLED_S", 0.02)
+    monkeypatch.setattr(module, "PULL_S", 0.1)
+    found = dict(transport.send_all({f"c{i}": b"request" for i in range(3)}, 3.0))
+    assert found == {f"c{i}": b"reply" for i in range(3)}
+
+
+class Counted(bytes):
+    """Bytes that count how many of them are in memory."""
+
+    alive = 0
+
+    def __init__(self, *args: Any) -> None:
+        Counted.alive += 1
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def test_memory_holds_few_replies_whatever_the_number_of_clients() -> None:
+    grid, transport = many(12, answering(b"reply"))
+    real = grid.take
+
+    def take(key: str) -> Delivery | None:
+        found = real(key)
+        assert found is not None
+        return replace(found, data=Counted(b"reply"))
+
+    grid.take = take  # type: ignore[method-assign]
+    most = 0
     gc.disable()
     try:
-        message = Message(envelope(b"data", "n"), 100, "train")
-        array = weakref.ref(message.content["dpfed.parcel"]["data"])
-        assert payload_of(message.content) == b"data"
-        assert header_value(message.content, NONCE) == "n"
-        del message
-        assert array() is None
+        count = 0
+        for _, data in transport.send_all({f"c{i}": b"request" for i in range(12)}, 5.0):
+            # Give the threads time to fetch more than they may.
+            time.sleep(0.02)
+            most = max(most, Counted.alive)
+            count += 1
+            del data
     finally:
         gc.enable()
+    assert count == 12
+    assert most <= module.MAX_PULLS + 1
+    assert Counted.alive == 0
 
 
 def test_a_message_that_the_link_does_not_take_is_sent_again() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
-    real = grid.push_messages
+    grid = FakePost(a=answering(b"of a"), b=answering(b"of b"))
+    real = grid.send
     refused: list[int] = []
 
-    def push(messages: list[Message]) -> list[str]:
-        if messages[0].metadata.dst_node_id == 101 and len(refused) < 3:
+    def send(node: int, *rest: Any) -> str:
+        if node == 101 and len(refused) < 3:
             refused.append(1)
-            return [""]
-        return real(messages)
+            return ""
+        return real(node, *rest)
 
-    grid.push_messages = push  # type: ignore[method-assign,assignment]
+    grid.send = send  # type: ignore[method-assign,assignment]
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
     assert len(refused) == 3
 
 
 def test_late_answers_to_an_earlier_call_are_not_taken_for_this_one() -> None:
-    grid = FakeGrid(a=answering(b"of a"), b=silent)
-    transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
+    grid = FakePost(a=answering(b"of a"), b=silent)
+    transport: Any = PostTransport(grid, KEYS)
     assert dict(transport.send_all({"b": b"round 1"}, 0.02)) == {}
     old = grid.sent[0]
-    grid.replies["m0"] = Message(envelope(b"late", header_value(old.content, NONCE)), reply_to=old)
+    grid.replies["m0"] = Delivery(101, None, {NONCE: old.nonce}, b"late")
     assert dict(transport.send_all({"b": b"round 2"}, 0.02)) == {}
 
 
 def test_the_link_may_be_away_for_a_moment_but_not_for_good() -> None:
-    import httpx
-
-    grid = FakeGrid(a=answering(b"of a"), b=answering(b"of b"))
+    grid = FakePost(a=answering(b"of a"), b=answering(b"of b"))
 
     def fall(n: int) -> None:
         if n < 4:
-            raise httpx.ConnectError("down")
+            raise LinkDownError("down")
 
     grid.each_poll = fall
     assert ask(grid, 5.0) == {"a": b"of a", "b": b"of b"}
@@ -335,45 +392,43 @@ def test_waiting_can_be_stopped() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ask(FakeGrid(a=silent, b=silent), 60.0, stop=stop)
+        ask(FakePost(a=silent, b=silent), 60.0, stop=stop)
 
 
 def test_waiting_for_clients_says_how_many_are_there() -> None:
-    grid = FakeGrid(a=silent, b=silent)
+    grid = FakePost(a=silent, b=silent)
     said: list[str] = []
-    late = grid.nodes.pop(101)
-    transport: Any = GridTransport(grid, KEYS)  # type: ignore[arg-type]
+    late = grid.connected.pop(101)
+    transport: Any = PostTransport(grid, KEYS)
     transport.wait_for(["a", "b"], 1, 5.0, said.append)
     assert said == []
     with pytest.raises(StoppedError, match="only 1 of 2"):
         transport.wait_for(["a", "b"], 2, 0.01, said.append)
     assert said == ["waiting for clients: 1 of 2 are connected, 2 are needed"]
-    grid.nodes[101] = late
+    grid.connected[101] = late
     transport.wait_for(["a", "b"], 2, 5.0, said.append)
 
 
-def app_as(app: Any) -> Handler:
-    return lambda message: app(message=message, context=SimpleNamespace())
+def client_named(name: str, greets: bool) -> Handler:
+    answerer = Answerer(lambda data: data[::-1], name, lambda line: None, greets)
+
+    def handler(letter: Letter) -> Delivery:
+        request = {"kind": letter.kind, "header": {NONCE: letter.nonce}}
+        found, data = answerer(request, letter.data or b"")
+        return Delivery(letter.node, None, found["header"], data if found["has_data"] else None)
+
+    return handler
 
 
 def test_without_keys_nodes_say_their_names() -> None:
-    log: list[str] = []
-    apps = {
-        name: app_as(client_app(lambda data: data[::-1], name, log.append, greets=True))
-        for name in ("ada", "bob")
-    }
-    transport: Any = GridTransport(FakeGrid(**apps), None)  # type: ignore[arg-type]
-    assert dict(transport.send_all({"bob": b"123", "ada": b"456"}, 5.0)) == {
-        "bob": b"321",
-        "ada": b"654",
-    }
-    assert len(log) == 2
+    post = FakePost(x=client_named("ada", True), y=client_named("bob", True))
+    transport = PostTransport(post, None)
+    found = dict(transport.send_all({"bob": b"123", "ada": b"456"}, 5.0))
+    assert found == {"bob": b"321", "ada": b"654"}
 
 
 def test_with_keys_nodes_are_not_asked_for_their_names_and_do_not_say_them() -> None:
-    grid = FakeGrid(
-        a=app_as(client_app(bytes, "b", print)), b=app_as(client_app(bytes, "a", print))
-    )
-    assert ask(grid) == {"a": b"for a", "b": b"for b"}
-    with pytest.raises(ValueError, match="No query function"):
-        client_app(bytes, "a", print)(Message(envelope(b"", "t"), 1, "query"), SimpleNamespace())  # type: ignore[arg-type]
+    post = FakePost(a=client_named("b", False), b=client_named("a", False))
+    assert ask(post) == {"a": b"a rof", "b": b"b rof"}
+    assert {letter.kind for letter in post.sent} == {"train"}
+    assert NAME not in client_named("a", False)(Letter(1, "query", "n", None, 1.0)).header  # type: ignore[union-attr]

@@ -1,0 +1,65 @@
+"""Answer the requests that Flower's ClientApp passes on, with public texts only."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpfed.errors import DpfedError
+from dpfed.federation.flower.header import MAX_TEXT, NAME, NONCE, REFUSED
+from dpfed.federation.flower.relay import Handler, Header
+from dpfed.federation.policy import public_text
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A handler that answers every request with `answer`.
+
+    If `answer` raises, the server gets only the text from `public_text`. With `greets`, the client
+    tells its name to any server that asks. Tests without keys need this.
+    """
+
+    answer: Callable[[bytes], bytes]
+    name: str
+    log: Callable[[str], None]
+    greets: bool = False
+    debug: bool = False
+
+    def __call__(self, header: Header, data: bytes) -> tuple[Header, bytes]:
+        nonce = {NONCE: str(header["header"].get(NONCE, ""))}
+        if header["kind"] == "query":
+            found = {**nonce, NAME: self.name} if self.greets else nonce
+            return {"header": found, "has_data": False}, b""
+        try:
+            reply = self.answer(data)
+            self.log(f"answered a request of {len(data):,} bytes with {len(reply):,}")
+            return {"header": nonce, "has_data": True}, reply
+        except Exception as error:
+            if self.debug or not isinstance(error, DpfedError):
+                traceback.print_exc()
+            return failing(error, self.log)(header, data)
+
+    @classmethod
+    def of_file(cls, path: Path, log: Callable[[str], None]) -> Answerer:
+        """Return the handler of the client that a client.toml describes."""
+        from dpfed.federation.client.client import Client
+        from dpfed.federation.client_config import load_client
+        from dpfed.registry import registry
+
+        config, _ = load_client(path, registry())
+        return cls(Client(config, log=log).answer, config.client.name, log)
+
+
+def failing(error: Exception, log: Callable[[str], None]) -> Handler:
+    """Return a handler that refuses every request because of `error`."""
+
+    def refuse(header: Header, data: bytes) -> tuple[Header, bytes]:
+        known = isinstance(error, DpfedError)
+        log(f"did not answer: {error}" if known else f"failed: {type(error).__name__}: {error}")
+        nonce = str(header["header"].get(NONCE, ""))
+        found = {NONCE: nonce, REFUSED: public_text(error)[:MAX_TEXT]}
+        return {"header": found, "has_data": False}, b""
+
+    return refuse

@@ -1,0 +1,64 @@
+"""The app folder for `flwr run`. It has names but no code: both sides use their own dpfed.
+
+python -m dpfed.federation.flower.app_folder DIR
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dpfed.errors import DpfedError
+
+# Keys of the run configuration, which the server reads.
+CONFIG = "dpfed-config"
+OUT = "dpfed-out"
+KEYS = "dpfed-keys"
+# Key of the run configuration and of `--node-config`: the socket of `dpfed server` or `client`.
+RELAY = "dpfed-relay"
+# Key of `--node-config` under Flower's own SuperNode: the path of client.toml.
+CLIENT = "dpfed-client"
+
+PROJECT = f"""\
+[project]
+name = "dpfed-federation"
+version = "1.0.0"
+description = "A differentially private federation run by dpfed"
+license = {{ file = "LICENSE" }}
+dependencies = ["dpfed", "flwr>=1.41,<2"]
+
+[tool.flwr.app]
+publisher = "dpfed"
+
+[tool.flwr.app.components]
+serverapp = "dpfed.federation.flower.apps:server"
+clientapp = "dpfed.federation.flower.apps:client"
+
+[tool.flwr.app.config]
+{CONFIG} = ""
+{OUT} = ""
+{KEYS} = ""
+{RELAY} = ""
+"""
+
+
+def app_files() -> dict[str, bytes]:
+    """Return the files of the app folder, by name."""
+    return {
+        "pyproject.toml": PROJECT.encode(),
+        "LICENSE": b"No rights are needed for this folder: it holds names only.\n",
+        "README.md": b"# A federation run by dpfed\n",
+    }
+
+
+def write_app(folder: Path) -> None:
+    """Write the app folder; raise DpfedError if it exists."""
+    if folder.exists():
+        raise DpfedError(f"{folder} is there already: choose another folder")
+    folder.mkdir(parents=True)
+    for name, data in app_files().items():
+        (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    write_app(Path(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""Carry requests and replies between two processes of one machine, over a Unix socket.
+
+    4 bytes    length of the header, little-endian
+    8 bytes    length of the data
+    header     a JSON object
+    data       bytes
+
+Flower runs its apps in processes of their own. They hand everything to `dpfed server` or
+`dpfed client` through such a socket, in a folder that only its owner can open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Header = dict[str, Any]
+Handler = Callable[[Header, bytes], tuple[Header, bytes]]
+LENGTHS = struct.Struct("<IQ")
+HEADER_LIMIT = 1 << 20
+# Seconds within which a process on this machine must go on sending.
+PATIENCE_S = 60.0
+SOCKET = "relay"
+
+
+class RelayError(ConnectionError):
+    """Raised if the other process sends too much, or ends before it has sent everything."""
+
+
+def send(sock: socket.socket, header: Header, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    sock.sendall(LENGTHS.pack(len(text), len(data)) + text)
+    # The other process may answer and end as soon as it has everything.
+    if data:
+        sock.sendall(data)
+
+
+def receive(sock: socket.socket, limit: int | None) -> tuple[Header, bytes]:
+    """Return the next header and its data, which may have at most `limit` bytes."""
+    header_size, size = LENGTHS.unpack(_exactly(sock, LENGTHS.size))
+    if header_size > HEADER_LIMIT or (limit is not None and size > limit):
+        raise RelayError(f"{size:,} bytes are more than {limit or HEADER_LIMIT:,}")
+    header = json.loads(_exactly(sock, header_size))
+    return header, _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise RelayError("the other process has ended")
+        view = view[count:]
+    return bytes(found)
+
+
+def call(
+    path: str, header: Header, data: bytes = b"", limit: int | None = None
+) -> tuple[Header, bytes]:
+    """Send a request to the process that listens at `path`, and wait for its reply."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(path)
+        send(sock, header, data)
+        return receive(sock, limit)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request from another process, which waits for the reply."""
+
+    sock: socket.socket
+    header: Header
+    data: bytes
+
+    def answer(self, handler: Handler) -> None:
+        """Send the handler's reply; a process that no longer waits is not an error."""
+        with self.sock:
+            header, data = handler(self.header, self.data)
+            with suppress(OSError):
+                send(self.sock, header, data)
+
+
+class Listener:
+    """Accepts calls of other processes at the path `path`."""
+
+    def __init__(self, path: str, limit: int | None = None) -> None:
+        self.path = path
+        self._limit = limit
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(path)
+        self._socket.listen()
+
+    def next(self, timeout: float) -> Call | None:
+        """Return the next call, or None if none has arrived after `timeout` seconds."""
+        self._socket.settimeout(timeout)
+        try:
+            sock = self._socket.accept()[0]
+        except TimeoutError:
+            return None
+        sock.settimeout(PATIENCE_S)
+        try:
+            header, data = receive(sock, self._limit)
+        except (OSError, ValueError):
+            sock.close()
+            return None
+        sock.settimeout(None)
+        return Call(sock, header, data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def serve(path: str, handler: Handler, ended: threading.Event) -> None:
+    """Answer each call in a thread of its own until `ended` is set."""
+    listener = Listener(path)
+    try:
+        while not ended.is_set():
+            found = listener.next(0.2)
+            if found is not None:
+                threading.Thread(target=found.answer, args=(handler,), daemon=True).start()
+    finally:
+        listener.close()
+
+
+@contextmanager
+def private_path() -> Iterator[str]:
+    """Yield the path of a socket in a new folder that only this user can open.
+
+    A socket's path has at most 107 bytes, so the folder is not in the folder of a run.
+    """
+    base = None if len(tempfile.gettempdir()) < 60 else "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="dpfed-", dir=base))
+    try:
+        yield os.fspath(folder / SOCKET)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

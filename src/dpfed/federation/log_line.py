@@ -1,0 +1,41 @@
+"""Lines of a log that carry their facts as values, for logs in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+Log = Callable[[str], None]
+
+
+class LogLine(str):
+    """A line of a log with named values, such as the round and the client.
+
+    event  name of the event; all values must be JSON values
+    """
+
+    event: str
+    fields: dict[str, Any]
+
+    def __new__(cls, text: str, event: str, **fields: Any) -> LogLine:
+        line = super().__new__(cls, text)
+        line.event = event
+        line.fields = fields
+        return line
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def json_to_stderr(line: str) -> None:
+    """Write a line as one JSON object: time, event, message, and the values of the event."""
+    fact: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+    if isinstance(line, LogLine):
+        fact |= {"event": line.event, "message": str(line), **line.fields}
+    else:
+        fact |= {"event": "note", "message": line}
+    print(json.dumps(fact), file=sys.stderr, flush=True)

@@ -1,0 +1,48 @@
+"""The files of one site besides its keys: a client.toml to fill in, and a README of two lines."""
+
+from __future__ import annotations
+
+import tomli_w
+
+DEFAULT_PORT = 8000
+CLIENT_TOML = "client.toml"
+README = "README"
+
+POLICY = """
+[policy]
+# records = 470        # number of protected units, public: round it down
+# max_epsilon = 8.0    # the most that this site ever spends
+
+[data]
+# name = "csv"         # the site's own records, described as in any configuration
+
+[model]
+# name = "glyph-vit"   # the model of the federation
+"""
+CLIENT_README = """\
+Fill in client.toml; then run `dpfed doctor client.toml` and `dpfed client client.toml` here.
+Keep this folder private and on one machine. Back up `state`, and never put back an old copy.
+"""
+SERVER_README = """\
+Give each site its own folder only; then run `dpfed server cfg.toml --out DIR --keys .` here.
+Keep ca.key and server.key private; `dpfed doctor --keys .` shows when certificates expire.
+"""
+
+
+def site_files(name: str, host: str, server: str, authority: str, key: str) -> dict[str, bytes]:
+    """Return the files of a client's folder, by name.
+
+    host       host name of the server
+    server     name of the server in requests, `federation.server`
+    authority  name of the authority's certificate in the folder
+    key        name of the private key in the folder
+    """
+    address = f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
+    tables = {
+        "client": {"name": name, "state": "state", "servers": [server]},
+        "link": {"address": address, "ca": authority, "key": key},
+    }
+    return {
+        CLIENT_TOML: (tomli_w.dumps(tables) + POLICY).encode(),
+        README: CLIENT_README.encode(),
+    }
