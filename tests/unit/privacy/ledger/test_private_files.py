@@ -103,7 +103,7 @@ BY_UMASK = {
     "training/export.py": {"mkdir"},
     "training/run_folder/folder.py": {"mkdir"},
     "federation/client/storage.py": {"mkdir"},
-    "federation/flower/apps.py": {"mkdir", "write_bytes"},
+    "federation/flower/app_folder.py": {"mkdir", "write_bytes"},
     "privacy/ledger/private_files.py": {"mkdir", "open"},
 }
 
