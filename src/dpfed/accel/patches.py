@@ -122,14 +122,17 @@ def _run(kernel, x: Tensor, y: Tensor, *sizes: Sequence[int]) -> None:
 
 
 def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> bool:
-    """Return True if 32-bit integers can index a plane of such images and its patches."""
+    """Return True if the kernels can process images of this shape.
+
+    They index one channel of an image, and the patches of this channel, with 32-bit integers.
+    """
     padded = (shape[2] + 2 * padding[0]) * (shape[3] + 2 * padding[1])
     patches = prod(patch_counts(shape, kernel, stride, padding)) * kernel[0] * kernel[1]
     return max(padded, patches) < MAX_PLANE
 
 
 def right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if both kernels equal `unfold` and `fold` on images of small integers.
+    """Return True if both kernels give the results of `unfold` and `fold` for small integers.
 
     Small integers and their sums are exact in every dtype. The call waits for the device.
     """

@@ -40,7 +40,11 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _meet(self, x: Any, new: bool) -> None:
-        """Count the storage of `x` until it is deleted, if it is new and not counted yet."""
+        """Add the size of the storage of `x` to `bytes` once, until the storage is deleted.
+
+        new  True for a result of the operator. The storage of an unknown argument existed before
+             this context, so it counts as 0 bytes.
+        """
         # A tensor of a quantising library has several inner tensors and no memory of its own.
         if not isinstance(x, Tensor) or hasattr(x, "__tensor_flatten__"):
             return

@@ -83,14 +83,14 @@ class Columns:
     def other_columns(
         self, used: set[str | None], client: str | None, unit: str | None
     ) -> dict[str, np.ndarray]:
-        """Return the columns outside `used`, and the columns that name clients and units.
+        """Return the columns that `used` does not name, and always the columns `client` and `unit`.
 
         used    names of the columns that a model input or the labels use
         client  name of the column that names clients, or None
         unit    name of the column that names units, or None
 
-        A column with missing or mixed values is left out. If this is the column `client` or `unit`,
-        raise DpfedError.
+        Columns with missing or mixed values are left out. Raise DpfedError if the column `client`
+        or `unit` has such values.
         """
         columns = {}
         for name, values in self.values.items():

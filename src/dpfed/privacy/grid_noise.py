@@ -30,8 +30,8 @@ from dpfed.privacy.published import show_sigma
 
 # The grid step may increase the standard deviation of the noise by at most this relative amount.
 LOSS = 1e-6
-# Limits for k = log2(σC / h). With fewer bits, rounding adds variance. With more bits, the noise
-# overflows 64-bit integers, and the released number reveals the sign of the sum.
+# Smallest and largest k in h ≈ 2^-k σC. A smaller k adds variance by rounding. With a larger k the
+# noise overflows 64-bit integers, and the released number reveals the sign of the sum.
 LEAST_BITS = 20
 MOST_BITS = 51
 # Grid step for the counts of quantile clipping. Counts are multiples of 1/2, so they lie on it.

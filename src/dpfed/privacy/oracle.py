@@ -316,9 +316,10 @@ class FleetOracle:
         return PRIVATE.isEnabledFor(logging.DEBUG)
 
     def _can_be_fixed(self, batch: DrawnBatch) -> bool:
-        """Return True if passes of a fixed shape can compute this batch.
+        """Return True if passes of a fixed shape (`self.fixed`) can compute this batch.
 
-        Such passes need units of one record and sums in float32, and cannot log single records.
+        Three conditions must hold: each unit has one record, sums are in float32 (no noise grid),
+        and the log does not count records whose gradient is not finite.
         """
         single = len(batch.unit) == len(batch.owner)
         return single and self._grid is None and not self._logs_lost

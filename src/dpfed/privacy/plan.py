@@ -127,7 +127,7 @@ class Plan:
         return [self.mechanism(int(i)) for i in first], np.asarray(which).reshape(-1)
 
     def dominating(self) -> Mechanism:
-        """Return a mechanism with the highest rate and the least noise multiplier of all clients.
+        """Return a mechanism with the highest sampling rate and the least noise of all clients.
 
         Its privacy loss is at least as large as the loss of each client's mechanism.
         """

@@ -56,7 +56,10 @@ class Gradients(Protocol):
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the gradients of `grads`; within each tensor, columns may be in another order."""
+        """Return the gradients of `grads`, but the columns of a tensor may be in another order.
+
+        `ordered` restores the order after summation.
+        """
 
     def ordered(self, raw: Tensor) -> Tensor:
         """Return sums of `raw_grads` `[S, P]` in the column order of `grads`; may change `raw`."""

@@ -36,7 +36,8 @@ LIMIT = 5
 # A model that ignores its input has the blind loss. A loss below this share of the blind loss
 # shows that a model has learned.
 TAUGHT = 0.98
-# If the user gives only one candidate value, the search reaches its neighbours by this factor.
+# If the user gives only one candidate value, the next values are this value times or divided by
+# this factor.
 LONE = math.sqrt(10)
 
 
@@ -163,7 +164,7 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def decision(scored: Scores) -> str:
-    """Return a text that says if accuracy or loss decided for the best point."""
+    """Return a text that says if accuracy or loss selected the best point."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if len(close) == 1:
@@ -218,7 +219,7 @@ def propose(space: Space, scored: Scores) -> Point:
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    # This value may have been tried only together with other values of the other keys.
+    # The neighbour may have been tried only together with other values of the other keys.
     if _moved(top, key, neighbour) not in scored:
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
@@ -237,7 +238,7 @@ def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
 
 
 def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Return True if the lower edge is not closer to the grid's middle than the upper edge."""
+    """Return True if the upper edge is at most as far from the grid's middle as the lower edge."""
     middle = math.sqrt(max(grid) * min(grid))
     tolerance_for_rounding = 1.01
     return max(tried) / middle <= tolerance_for_rounding * middle / min(tried)

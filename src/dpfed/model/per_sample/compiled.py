@@ -37,8 +37,8 @@ class Compiled:
         checkpoints: bool = False,
         **options: Any,
     ) -> None:
-        # torch.compile counts each class of layer in each stage as a recompilation of one function.
-        # Raise the limit, because the default of 8 is too low.
+        # torch.compile limits the recompilations of one function, and the layers of all classes and
+        # stages share one function. The default limit of 8 is too low for them.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._plain = plain
         self._layers = repeated_layers(model)

@@ -120,7 +120,7 @@ def hub_file(name: str, file: str) -> Path | None:
         snapshot = _snapshot(name)
         if offline():
             if snapshot is None:
-                # The model is not cached and cannot be loaded, so this file is not needed.
+                # Offline, a model that is not cached cannot be loaded: its files are not needed.
                 return None
             raise silent
         reach(name, "model.weights")

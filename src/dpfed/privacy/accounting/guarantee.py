@@ -174,7 +174,7 @@ class Planned:
 
     @property
     def third_party_void(self) -> str | None:
-        """The reason why the third party has the server's epsilon; None if it may have less."""
+        """The reason why the third party's epsilon is the server's; None if it may be less."""
         return None if self.cap is None else CAPPED
 
     @cached_property
@@ -233,9 +233,9 @@ class Planned:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """Return the server's epsilon for clients that took part in `rounds` rounds.
+        """Return the epsilon against the server of clients that took part in `rounds` rounds.
 
-        It is the largest over all mechanisms.
+        If clients have different mechanisms, it is the largest epsilon.
         """
         if self.prior:
             return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
@@ -247,7 +247,10 @@ class Planned:
         )
 
     def server_after(self, rounds: int) -> float:
-        """Return the server's epsilon after the first `rounds` rounds of the run."""
+        """Return the largest epsilon of a client against the server after `rounds` rounds.
+
+        The client took part in as many of these rounds as its cap allows.
+        """
         return self.server(self.rounds_of_client(rounds))
 
     @cached_property

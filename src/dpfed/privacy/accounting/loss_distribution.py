@@ -130,11 +130,12 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
 
 
 def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
-    """Return a pessimistic discrete loss distribution with the deltas of these residuals.
+    """Return a discrete loss distribution that has these residuals at the grid points.
 
-    This is Algorithm 1 of Doroshenko et al. 2022, a second difference of delta(epsilon). Here it is
-    applied to the residual delta(epsilon) - max(0, 1 - e^epsilon). A mass of 1 at loss 0 then
-    restores the subtracted term.
+    Between grid points its delta is never too small. The masses are second differences of
+    delta(epsilon): Algorithm 1 of Doroshenko et al. 2022. Here the algorithm gets the residual
+    delta(epsilon) - max(0, 1 - e^epsilon). Adding a mass of 1 at loss 0 restores the subtracted
+    term.
 
     residual  residuals at the losses lower * interval, (lower + 1) * interval, ...
     """

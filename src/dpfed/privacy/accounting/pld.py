@@ -166,10 +166,10 @@ def _deltas_of(distribution: Any, terms: tuple[Term, ...], epsilons: Floats) -> 
 
 
 def privacy_profile(history: History, cutoff: float, nodes: int) -> tuple[Floats, Floats]:
-    """Return (epsilons, deltas): delta(epsilon), rounded up, at many epsilons from 0.
+    """Return (epsilons, deltas): many points of the curve delta(epsilon), with delta rounded up.
 
-    At the last epsilon, delta is about `cutoff`. One half of the epsilons has equal distances, the
-    other half equal ratios, because delta bends most near 0.
+    The epsilons begin at 0 and end where delta is about `cutoff`. One half is evenly spaced. The
+    other half is spaced logarithmically, because the curve bends most near 0.
 
     nodes  number of epsilons in each half
     """

@@ -146,7 +146,11 @@ def largest_mu(histories: Sequence[History]) -> float | None:
 
 
 def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int], ...]]:
-    """Return the histories without those that cost at most as much as another at every epsilon."""
+    """Return the distinct histories, without each history that another one dominates.
+
+    A dominating history has the same steps, at least the same rates and at most the same noise. At
+    every epsilon, its delta is at least as large.
+    """
     distinct = list(dict.fromkeys(map(tuple, histories)))
     return [
         history
@@ -156,7 +160,7 @@ def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int
 
 
 def _dominates(history: History, other: History) -> bool:
-    """Return True if every entry has at least the rate, and at most the noise, of the other's."""
+    """Return True if no entry of `history` has a lower rate or more noise than that of `other`."""
     return len(history) == len(other) and all(
         mine.sampling == its.sampling == "poisson"
         and (mine.batches, mine.releases, steps) == (its.batches, its.releases, its_steps)

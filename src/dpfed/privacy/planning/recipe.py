@@ -1,14 +1,15 @@
 """The learning rate of DP-FedAdamW without tuning: a function of public numbers only.
 
-With noise, second moments contain almost only noise, so one local step moves a number by
+With noise, second moments contain almost only noise. One local step therefore moves a weight by
 η/√κ times a standard normal number, and the alignment repeats the move 1/(1-γ) times. Over T·K
-steps of S averaged clients, noise alone moves every trained number by about
+steps of S averaged clients, noise alone moves every trained weight by about
 
     η/√κ · 1/(1-γ) · √(T·K/S)
 
-The recipe chooses the η for which this is a constant. The constant depends on what is trained:
-weights with a large fan-in may move less, as a layer adds up their noise. Runs of a few steps move
-less. Neither C, σ nor B appears, as steps are divided by the noise's standard deviation.
+The recipe chooses η so that this distance is a constant. The constant depends on the trained part:
+weights with a large fan-in must move less, because a layer adds up their noise. In runs of a few
+steps, weights move less than this constant. The formula does not contain C, σ or B, because steps
+are divided by the standard deviation of the noise.
 docs/recipe.md has the measurements.
 """
 
@@ -20,16 +21,17 @@ from typing import Any, Literal
 
 Part = Literal["head", "adapter", "layers"]
 
-# The algorithm that the recipe is for.
+# The algorithm of the recipe.
 METHOD = "dp-fedadamw"
-# How far noise alone moves a weight in the whole run: of a linear head, of an adapter, and of other
-# layers, where it is divided by the root of the fan-in.
+# Distance by which noise alone moves a weight in the whole run, by trained part. For other layers
+# than heads and adapters, it is divided by the square root of the fan-in.
 SPREAD_HEAD = 0.3
 SPREAD_ADAPTER = 0.12
 SPREAD_LAYER = 0.3
-# Shorter runs have the rate of this one: in a few steps a weight must not move as far as in many.
+# Least value of √(T·K/S) times `schedule`. It limits the learning rate of short runs, because in a
+# few steps a weight must not move as far as in many.
 SHORTEST_WALK = 3.0
-# Least 1-γ that counts, as γ = 1 repeats a step in every later round.
+# Least value of 1-γ in the formula. Without this limit, γ = 1 would give a learning rate of 0.
 LEAST_DAMPING = 0.01
 # Weight of the direction of the last round, and decay of the average over rounds.
 GAMMA = 0.9
@@ -41,7 +43,7 @@ PLAIN_BODY = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
-    """The public numbers that the learning rate follows from.
+    """The public numbers that determine the learning rate.
 
     steps     local steps T·K of the run
     cohort    clients in each round, S
@@ -64,16 +66,16 @@ class RecipeFacts:
 
     @property
     def spread(self) -> float:
-        """How far noise alone moves a weight in the whole run."""
+        """The distance by which noise alone moves a weight in the whole run."""
         if self.part == "head":
             return SPREAD_HEAD
         return SPREAD_ADAPTER if self.part == "adapter" else SPREAD_LAYER / math.sqrt(self.fan_in)
 
 
 def recipe(calibrated: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the recipe's keys as tables of a configuration with DP-FedAdamW.
+    """Return the recipe's settings as configuration tables; the algorithm is DP-FedAdamW.
 
-    calibrated  True if the configuration has a target epsilon, from which the batch follows
+    calibrated  True if the configuration has a target epsilon; the batch is then automatic
     """
     tables: dict[str, dict[str, Any]] = {
         "algorithm": {"name": METHOD, "lr": "auto", "gamma": GAMMA},

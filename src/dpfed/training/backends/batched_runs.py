@@ -77,7 +77,7 @@ def pack_key(config: Config) -> Hashable | None:
 
 
 def _size_of(config: Config) -> tuple[Hashable, ...]:
-    """Return everything that determines how long a run is and how many records a pass has."""
+    """Return the settings that determine the length of a run and the records in a pass."""
     privacy, run = config.privacy, config.run
     size: tuple[Hashable, ...] = (
         run.rounds,
@@ -158,7 +158,7 @@ class Pack:
 
 
 class BatchedRun:
-    """One run's access to its pack. The run has the number `number` in the pack."""
+    """One run of a pack: `number` is its position. All calls go to the pack."""
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
@@ -251,7 +251,7 @@ def run_batched(
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
     """Call `work` with each number in a thread of its own, and wait for all of them."""
-    # Each thread gets a copy of this context, in which a model or data in memory may be set.
+    # Each thread gets a copy of this context, which may hold a model or data in memory.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

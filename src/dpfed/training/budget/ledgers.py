@@ -76,7 +76,7 @@ def _open_or_create(
 ) -> Ledger:
     """Return the open ledger at `path`; create it with `statement` if missing.
 
-    lost  None to create a missing ledger; a text makes it an error and completes the message
+    lost  end of the error message for a missing ledger; None to create a missing ledger instead
     """
     if path.exists():
         return Ledger.open(path, run=run, client=client)
@@ -182,8 +182,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
             f"the ledger {ledger.path} was written for another plan: "
             "this is not the run it belongs to"
         )
-    # Use void rows: they cost nothing, but the hash chain protects them like charges. After a
-    # crash in this loop, a resumed run finds the rows that were written and does not repeat them.
+    # Write void rows: they cost no privacy, but the hash chain protects them like charges. One
+    # transaction writes all of them, so a crash leaves all rows or none.
     part = f"of {len(new)} rounds"
     kind = job.plan.mechanism(0)
     ledger.charge(
@@ -227,9 +227,9 @@ def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
 def recorded_multipliers(plan: Plan, ledger: Ledger) -> np.ndarray:
     """Return the noise multiplier of each client as the ledger records it.
 
-    Clients of equal rate have equal noise, so the ledger is searched for the client's rate. A
-    statement of very many rates has rounded ones, but the ledger's charges have the exact rates.
-    If recorded and planned multiplier differ by a relative 1e-4 or more, return the planned one.
+    Clients of equal rate have equal noise, so the ledger is searched for the client's rate. If a
+    plan has very many rates, the statement has rounded rates. The charges have the exact rates. If
+    recorded and planned multiplier differ by a relative 1e-4 or more, return the planned one.
     """
     try:
         noise_of_rate = {float(rate): float(noise) for rate, noise in ledger.meta["kinds"]}

@@ -159,7 +159,10 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def refuse_unclear_task(section: ModelSection, source: Source) -> None:
-    """Raise DpfedError if model and data together do not say what is learnt: labels or texts."""
+    """Raise DpfedError unless model and data determine if the model learns labels or texts.
+
+    A language model with labelled data needs `model.task`. A classifier needs labels and texts.
+    """
     model: Any = section
     classes = len(source.classes)
     if model.is_causal(classes):

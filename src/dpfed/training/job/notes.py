@@ -52,9 +52,9 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def dealt_note(config: Config) -> list[str]:
-    """Return a note on the guarantee if a run with real noise simulates its clients, else [].
+    """Return a note if the clients are simulated although the noise is real, else [].
 
-    In such a run, the guarantee holds for the clients' records as the simulation assigned them.
+    The guarantee then holds for the records that the simulation assigned to each client.
     """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":

@@ -230,6 +230,6 @@ def index_hash(index: dict[str, Any]) -> str:
 
 
 def job_hash(settings: dict[str, Any], theta: torch.Tensor) -> str:
-    """Return the SHA-256 of settings and initial vector, which determine a run's numbers."""
+    """Return the SHA-256 of a run's settings and initial vector, which determine its results."""
     text = json.dumps(settings, sort_keys=True).encode()
     return hashlib.sha256(text + theta.detach().cpu().numpy().tobytes()).hexdigest()
