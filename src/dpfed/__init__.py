@@ -34,7 +34,7 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:
-    # A type checker that saw this function would accept every name.
+    # Hide this function from type checkers: with it they would accept any name of the module.
     def __getattr__(name: str) -> Any:
         """Load a public name when it is first used, so that `import dpfed` is fast."""
         if name in __all__:

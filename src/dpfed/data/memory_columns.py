@@ -135,7 +135,7 @@ def _is_single(value: Any) -> bool:
 
 def _is_map_style(data: Any) -> bool:
     """Return True for a torch `Dataset`, or another object with numbered items."""
-    # Arrays, tensors and series have a dtype.
+    # Exclude arrays, tensors and series, which have a dtype.
     if isinstance(data, str | list | tuple) or hasattr(data, "dtype"):
         return False
     return _length(data) is not None and callable(getattr(data, "__getitem__", None))

@@ -70,7 +70,7 @@ def lead(groups: Sequence[Group]) -> str:
 
 
 def _shape(group: Group) -> str:
-    """Return the clients, the cohort, the rounds and the local steps of a run in words."""
+    """Return the clients, the cohort, the rounds and the local steps of a run as text."""
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
     keys = ("participation", "rounds", "local_steps")
     share, rounds, steps = (number(_setting(group, "run", key)) for key in keys)

@@ -115,7 +115,7 @@ class Worker:
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        # The new process inherits that Ctrl-C is ignored. Only the parent ends workers at Ctrl-C.
+        # The new process inherits this setting and ignores Ctrl-C. Only the parent ends workers.
         with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
@@ -143,7 +143,7 @@ class Worker:
 
 
 def visible_gpu(number: int, gpus: int) -> str | None:
-    """Return the name of the only GPU that a worker may use, None with fewer than two GPUs."""
+    """Return the only GPU that a worker may use, or None if there are fewer than two GPUs."""
     if gpus < 2:
         return None
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

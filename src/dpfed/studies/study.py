@@ -375,7 +375,7 @@ def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # Remove a model of the search, which a killed study may have left.
+            # Delete the model of a search run. A killed study may have left it.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

@@ -124,7 +124,7 @@ class Hub(DataSection):
     def _labels(
         self, train: Any, tables: list[Columns], label: str | None, task: LabelTask
     ) -> Encoded:
-        """Return the labels of both tables; only language data may have none."""
+        """Return the labels of the training and the test table; only text data may lack labels."""
         if label is None and self.image is None:
             refuse_unlabelled(task, tables[0].label)
             return no_labels(*(len(table.rows) for table in tables))

@@ -29,17 +29,17 @@ from dpfed.model.per_sample.gradients import Batch, PerSample
 RECORDS = 3
 # Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
 TOLERANCE = 1e-3
-# Largest relative difference that a ReLU with an input near zero can explain.
+# A ReLU with an input near zero can explain relative differences up to this value.
 JUMP = 0.1
 # Largest relative difference that is accepted in double precision.
 EXACT = 1e-7
-# How many other random weights are tried. For most weights a deep network has some ReLU near zero,
-# so a few attempts do not suffice.
+# Number of other random weights to try. In a deep network, most random weights give some ReLU an
+# input near zero, so a few attempts do not suffice.
 DRAWS = 16
 # Rounding causes differences up to this share of the whole gradient's norm. The bias of an
 # attention key has a true gradient of zero, so all of its gradient is rounding.
 ROUNDING = 1e-6
-# Factor of the weights of other records that makes their activations outliers.
+# Multiply the weights for the other records by this factor, so that their activations are outliers.
 OUTLIERS = 100.0
 
 
@@ -195,11 +195,11 @@ def check_isolation(
 def records_mix(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> bool:
-    """Return True if a record's gradient is not bitwise the same beside other records.
+    """Return True if other records in a pass change a record's gradient, even by rounding.
 
-    The pass keeps its shape. The second time the other records have other contents, and their
-    client has weights so large that quantisation would see outliers in them. Such a model needs a
-    pass for each record where isolation must be exact.
+    Two passes of the same shape are compared. In the second pass, the other records have other
+    contents. Their client has large weights, so that their activations are outliers for
+    quantisation. A model that mixes records needs one pass for each record in exact isolation.
     """
     records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
@@ -212,7 +212,8 @@ def records_mix(
         one = records.together(model, keys)
         other = changed.together(model, keys)
     except Exception:
-        # A record whose contents stop the pass of all mixes with all. Models raise any error here.
+        # The contents of one record made the pass of all records fail, so the model mixes records.
+        # Models raise errors of any class here.
         return True
     return any(not torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
@@ -258,8 +259,8 @@ def _each_agrees_once(
 def _agrees_in_double(model: PerSample, records: _Records) -> bool:
     """Return True if, in double precision, one pass gives the gradients of single records.
 
-    Return False if the gradients differ or if the model cannot run in double precision, as
-    quantised models cannot.
+    Return False if the gradients differ or if the model cannot run in double precision. Quantised
+    models cannot.
     """
     if has_quantised(model.model):
         return False

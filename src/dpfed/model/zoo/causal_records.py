@@ -147,7 +147,10 @@ def _before_end(full: list[int], bare: list[int]) -> list[int]:
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], place: str) -> list[int]:
-    """Return the tokens before an answer: those of a text, or of a chat ready for an answer.
+    """Return the tokens of a prompt, which the model continues with an answer.
+
+    A text gets no special tokens at its end. A chat ends with the tokens that start the
+    assistant's turn.
 
     place  name of the prompt for error messages
     """

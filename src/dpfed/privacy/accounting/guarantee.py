@@ -48,8 +48,8 @@ CAPPED = "the number of a client's rounds is capped and public, so it equals the
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-# To save time, a plan with more distinct mechanisms than this is accounted for by one mechanism,
-# whose privacy loss is at least as large as the loss of each.
+# If a plan has more distinct mechanisms than this, one mechanism replaces them to save time. Its
+# privacy loss is at least as large as the loss of each.
 MAX_EXACT_KINDS = 8
 
 
@@ -158,11 +158,11 @@ class Planned:
 
     @property
     def most_rounds(self) -> int:
-        """Largest number of rounds of one client."""
+        """Largest number of rounds in which one client can take part."""
         return self.rounds_of_client(self.rounds)
 
     def rounds_of_client(self, rounds: int) -> int:
-        """Return the largest number of rounds of one client among the first `rounds` rounds."""
+        """Return in how many of the first `rounds` rounds one client can take part at most."""
         return rounds if self.cap is None else min(rounds, self.cap)
 
     @property

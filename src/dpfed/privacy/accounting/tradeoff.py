@@ -23,7 +23,7 @@ from dpfed.privacy.mechanism import Mechanism
 
 # mu is the smallest one whose delta(epsilon) is at least the history's wherever that is >= CUTOFF.
 CUTOFF = 1e-9
-# Epsilons of a profile: as many at equal distances, and as many at equal ratios.
+# Number of evenly spaced epsilons in a profile. Equally many are spaced logarithmically.
 _NODES = 1500
 _LARGEST_MU = 1e4
 

@@ -25,12 +25,14 @@ from dpfed.privacy.mechanism import Mechanism
 # Shares of the canaries for which the audit guesses the result of the coin. The shares are
 # constants, because shares that depend on the scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2)
-# Largest lower bound that is searched; no audit of a feasible size can prove a larger one.
+# Largest lower bound that the search tries. No audit of a feasible size can prove a larger bound.
 MAX_EPSILON = 64.0
-# Epsilons of a curve, at equal distances and at equal ratios, down to a delta of CUTOFF.
+# Number of evenly spaced epsilons of a curve. Equally many are spaced logarithmically. Both end
+# where delta is about _CUTOFF.
 _NODES = 100
 _CUTOFF = 1e-7
-# Rungs of the ladder of `ladder_bound`: below and above the rung of the claim, and in a doubling.
+# `ladder_bound` tests a series of ratios, called rungs: this many below the claimed ratio, above
+# it, and in each doubling of the ratio.
 _RUNGS_BELOW = 80
 _RUNGS_ABOVE = 16
 _RUNGS_PER_DOUBLING = 16
@@ -49,8 +51,8 @@ class Curve:
     def least(self, probability: float) -> float:
         """Return the least probability of an event in a neighbour of this data set.
 
-        From P <= e^epsilon Q + delta follows Q >= (P - delta) e^-epsilon. The same for the
-        complement of the event gives Q >= 1 - delta - e^epsilon (1 - P).
+        P <= e^epsilon Q + delta implies Q >= (P - delta) e^-epsilon. For the complement of the
+        event, it implies Q >= 1 - delta - e^epsilon (1 - P).
         """
         direct = (probability - self.deltas) * np.exp(-self.epsilons)
         exchanged = 1 - self.deltas - np.exp(self.epsilons) * (1 - probability)
@@ -77,7 +79,7 @@ def refuted(canaries: int, guesses: int, correct: int, least: Least, error: floa
     """Return True if `correct` of `guesses` guesses refute the curve, up to this error probability.
 
     Suppose that P[at least `correct` guesses are right] is `error` or more. Let p_j be the
-    probability of j right guesses. The curve demands for every k, with m canaries and r guesses:
+    probability of j right guesses, of r guesses on m canaries. The curve demands for every k:
 
         sum_{j >= k-1} (r - j) p_j / m  >=  least( sum_{j >= k} j p_j / m )
 
@@ -118,7 +120,10 @@ def counted_guesses(scores: Floats, coins: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -> bool:
-    """Return True if any number of guesses refutes the curve; they share the error probability."""
+    """Return True if the guesses refute the curve for any of GUESSED_SHARES.
+
+    The tests share the error probability equally.
+    """
     counts = counted_guesses(scores, coins)
     return any(
         refuted(coins.size, guesses, correct, least, error / len(counts))
@@ -127,7 +132,7 @@ def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -
 
 
 def epsilon_bound(scores: Floats, coins: np.ndarray, delta: float, confidence: float) -> float:
-    """Return a lower bound on epsilon at this delta, which assumes nothing about the mechanism.
+    """Return a lower bound on epsilon at this delta; it is valid for any mechanism.
 
     All smaller epsilons are refuted too, because (epsilon, delta)-DP implies (epsilon', delta)-DP
     for every larger epsilon'.
@@ -152,12 +157,12 @@ def epsilon_bound(scores: Floats, coins: np.ndarray, delta: float, confidence: f
 def ladder_bound(
     scores: Floats, coins: np.ndarray, curve_at: Callable[[float], Least], confidence: float
 ) -> float:
-    """Return the largest refuted ratio of signal to noise, in units of the claimed ratio.
+    """Return a lower bound on the ratio of signal to noise, as a multiple of the claimed ratio.
 
-    curve_at  function: ratio -> curve; a larger ratio means less privacy
+    curve_at  function: ratio -> trade-off curve; a larger ratio means less privacy
 
-    The ratios are rungs of a ladder. One rung lies just above 1, so refuting the claim gives a
-    result above 1. The result is 0 if no rung is refuted.
+    The bound is the largest tested ratio whose curve the guesses refute, or 0 if they refute none.
+    The tested ratios are 1.001 times powers of a constant. A result above 1 refutes the claim.
     """
 
     def is_refuted(rung: int) -> bool:

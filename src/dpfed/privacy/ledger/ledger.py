@@ -203,8 +203,8 @@ class Ledger:
         for charge in charges:
             key = (run, charge.client, charge.round, charge.part)
             columns = None
-            # With seeded noise a repeated attempt releases the same value and has a row already.
-            # Other noise is new in every attempt and needs a new row.
+            # With seeded noise, a repeated attempt releases the same value: return its old row.
+            # Noise of the operating system differs in every attempt and needs a new row.
             if charge.noise == "seeded":
                 columns = self._db.execute(f"SELECT * {same} AND noise = 'seeded'", key).fetchone()
             if columns is None:
@@ -237,7 +237,7 @@ class Ledger:
         _writers.add(self)
 
     def _settle(self, accept_missing_head: bool) -> None:
-        """Update a head file that is one transaction behind its ledger, as a crash can leave it."""
+        """Update the head file if a crash left it one transaction behind the ledger."""
         head = read_head(self.path)
         found = self._check_rows(head, True, accept_missing_head)
         if found != head:

@@ -107,7 +107,11 @@ class Attack:
 
 @dataclass(frozen=True)
 class Delta:
-    """delta, compared with the units of the largest client and of all clients."""
+    """The delta of the guarantee, and delta times numbers of protected units.
+
+    largest_client, all_records  units of the largest client; units of all, or an upper bound
+    times_...                    delta times this number; None if the number is unknown
+    """
 
     value: float
     largest_client: int | None
@@ -156,7 +160,7 @@ class Statement:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statement as JSON values, as `schema.json` describes them."""
-        # A detour over JSON turns tuples into lists.
+        # Write and read JSON, because this turns tuples into lists.
         found = json.loads(json.dumps(asdict(self), allow_nan=False))
         return {"format": FORMAT, **found, "questions": QUESTIONS}
 
@@ -243,7 +247,7 @@ def _delta(planned: Planned, records: int | None) -> Delta:
 
 
 def _times(delta: float, units: int) -> float:
-    """Return the decimal product: 1e-05 times 179 is 0.00179, which binary floats exceed."""
+    """Return delta times units in decimal numbers, so that 1e-05 times 179 is exactly 0.00179."""
     return float(Decimal(repr(delta)) * units)
 
 

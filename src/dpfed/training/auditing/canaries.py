@@ -73,7 +73,7 @@ def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
     """Return shards in which each unit has one record.
 
     sizes  number of units of each client
-    rows   the record of each unit, sorted by client
+    rows   record number of each unit: first the units of client 0, then of client 1, and so on
     """
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Shards(starts, np.arange(starts[-1] + 1), rows)
@@ -82,8 +82,8 @@ def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
 def canary_components(sums: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return inner products of sums `[S, P]` with unit vectors: two arrays `[S, width]`.
 
-    The first vectors are the canaries' directions. The others are orthogonal to all canaries: the
-    layers of a direction with alternating signs.
+    The vectors of the first array are the canaries' directions. The vectors of the second array
+    are the same, but with alternating signs of the layers. They are orthogonal to all canaries.
     """
     layers = sums.reshape(len(sums), LAYERS, width).double().cpu().numpy() / sqrt(LAYERS)
     alternating = np.where(np.arange(LAYERS) % 2, -1.0, 1.0)

@@ -25,8 +25,8 @@ from dpfed.training.job.job import Job
 
 # File name of a real client's ledger in its state folder.
 OWN_LEDGER = "ledger.db"
-# Client name of a row that charges nothing but adds rounds to the statement. Column `steps` is the
-# number of rounds; column `round` is the least number of clients to draw a cohort from.
+# Client name of rows that add rounds to the statement and charge nothing. In these rows, `steps` is
+# a number of rounds. `round` is the least number of clients from which their cohorts are drawn.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
 # Facts of a statement that earlier versions did not write, each with its value for such ledgers.

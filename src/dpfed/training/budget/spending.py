@@ -40,9 +40,9 @@ class Budget:
     """The statement of a run, fixed before round 1, and the rounds that each client can afford.
 
     planned   mechanisms, rounds and delta, from which all epsilons are computed
-    eligible  pairs (fewest clients to draw a cohort from, number of rounds), in the order of
-              rounds; only budgets reduce it, because the third party's epsilon needs it only
-              without a cap
+    eligible  pairs (least number of clients to draw a cohort from, number of rounds), in the
+              order of rounds. Client budgets reduce the number of clients. The cap on rounds
+              does not: with a cap, the third party's epsilon does not depend on this number.
     limits    number of rounds that the privacy budget allows each client; None without a budget
     """
 
@@ -114,7 +114,7 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return (a few rounded mechanisms, the index of each client's mechanism among them).
+    """Return (a short list of rounded mechanisms, for each client an index into this list).
 
     Rates are rounded up and noise multipliers are rounded down. So the rounded mechanism of a
     client costs at least as much as the client's mechanism in the plan.
