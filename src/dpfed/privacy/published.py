@@ -42,7 +42,7 @@ def show_sigma(value: float | None, digits: int = 4) -> str:
 
 
 def show_lower_bound(value: float | None, places: int = 3) -> str:
-    """Return an audit's lower bound on epsilon with `places` decimals, rounded down."""
+    """Return an audit's lower bound, or a budget that is left, rounded down."""
     return _fixed(value, places, ROUND_FLOOR)
 
 

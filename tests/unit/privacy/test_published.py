@@ -148,6 +148,8 @@ HARMLESS = frozenset(
         "speed",
         "created",
         "way",
+        "ahead",
+        "COMMAND_S",
         "max_lr",
         "base",
         "alpha",

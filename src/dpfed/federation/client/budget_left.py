@@ -5,7 +5,6 @@ The client's operator sees this before the client joins a run. It is private, li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
-from dpfed.privacy.published import show_delta, show_loss, show_setting
+from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
 from dpfed.training.budget.ledgers import OWN_LEDGER
 
 # More rounds than this are not counted.
@@ -135,7 +134,7 @@ def spending_line(event: str, policy: Policy, charge: Charge, history: History) 
     rounds = largest(fits)
     shown = f"at most {show_loss(spent, 2)} (Rényi bound)" if bound else show_loss(spent, 2)
     return LogLine(
-        f"{event}, epsilon {shown} of {policy.max_epsilon} spent, {math.floor(left * 100) / 100:g} "
+        f"{event}, epsilon {shown} of {policy.max_epsilon} spent, {show_lower_bound(left, 2)} "
         f"left: at least {_shown(rounds)} like this one",
         "spent",
         round=charge.round,

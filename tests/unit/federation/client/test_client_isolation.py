@@ -175,7 +175,7 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     fields = log[0].fields  # type: ignore[attr-defined]
     assert (fields["round"], fields["epsilon"], fields["max_epsilon"]) == (1, one, 8.0)
     more = fields["rounds_left"]
-    assert f"{math.floor((8 - one) * 100) / 100:g} left: at least {more:,} rounds like" in log[0]
+    assert f"{math.floor((8 - one) * 100) / 100:.2f} left: at least {more:,} rounds like" in log[0]
     spent = [(*train[:1], 2 * (1 + more))]
     assert epsilon(spent, 1e-5).value <= 8.0, "the rounds that are left can be afforded"
     assert rdp_epsilon([(train[0], 2 * math.ceil(2 + 1.1 * more))], 1e-5) > 8.0
@@ -187,7 +187,7 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     assert "(Rényi bound)" in line
     assert "at most" in line
     over = [(many[0][0], 10**7)]
-    assert "0 left: at least 0 rounds" in spending_line("x", made.config.policy, charge, over)
+    assert "0.00 left: at least 0 rounds" in spending_line("x", made.config.policy, charge, over)
 
 
 def test_the_log_says_that_repeatable_noise_protects_nothing(job: Job, tmp_path: Path) -> None:
