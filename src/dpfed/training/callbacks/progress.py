@@ -1,4 +1,4 @@
-"""Show progress on stderr: a bar on a terminal, plain lines anywhere else."""
+"""Show progress on stderr: a bar on a terminal or in a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -20,6 +18,7 @@ from rich.progress import (
 from dpfed.errors import counted
 from dpfed.privacy.published import show_loss, show_perplexity, show_score
 from dpfed.training.callbacks.activity import Activity
+from dpfed.training.callbacks.bars import bar_for
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import perplexity
 from dpfed.training.job.job import Job
@@ -34,15 +33,10 @@ ROUND_LINES = 10
 
 
 class Display:
-    """A progress bar with named fields on a terminal. `say` prints without a terminal too."""
+    """A progress bar with named texts, where there can be one. `say` prints anywhere."""
 
-    def __init__(self, columns: list[ProgressColumn], total: int | None, **fields: str) -> None:
-        console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(*columns, console=console)
-            shown: dict[str, Any] = dict(fields)
-            self._task = self._bar.add_task("", total=total, **shown)
+    def __init__(self, columns: list[ProgressColumn], total: int | None, **texts: str) -> None:
+        self._bar = bar_for(columns, total, texts)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -57,7 +51,7 @@ class Display:
         """Print lines on stderr, above the bar if there is one."""
         for line in lines:
             if self._bar is not None:
-                self._bar.console.print(line, highlight=False, markup=False)
+                self._bar.say(line)
             else:
                 print(line, file=sys.stderr, flush=True)
 
@@ -65,7 +59,7 @@ class Display:
         """Change fields of the bar; return False if there is no bar."""
         if self._bar is None:
             return False
-        self._bar.update(self._task, **fields)
+        self._bar.update(**fields)
         return True
 
 

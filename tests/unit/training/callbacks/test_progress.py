@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from command import dpfed
 import dpfed as library
 from dpfed.training.callbacks import progress
 from dpfed.training.callbacks.activity import Activity
+from dpfed.training.callbacks.bars import NotebookBar, TerminalBar, in_notebook
 from dpfed.training.callbacks.progress import ProgressDisplay
 from dpfed.training.rounds import Round
 
@@ -85,8 +87,35 @@ def test_a_bar_shows_the_score_of_the_task(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("dpfed.training.callbacks.progress.summary", lambda job: [])
     model = SimpleNamespace(task=SimpleNamespace(name="regress"))
     shown = ProgressDisplay(1)
-    assert shown._bar is not None
+    assert isinstance(shown._bar, TerminalBar)
     with shown:
         shown.on_start(SimpleNamespace(model=model, notes=[], warnings=[]))  # type: ignore[arg-type]
         shown.on_round(Round(1, None, 0.5, 2.0, 1, 1, 0.1, 1.0, torch.zeros(1), r2=0.25))
-    assert shown._bar.tasks[0].fields["score"] == "R2 0.250"
+    assert shown._bar.progress.tasks[0].fields["score"] == "R2 0.250"
+
+
+def test_a_notebook_has_one_bar_that_ends_with_the_last_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    monkeypatch.setattr("dpfed.training.callbacks.progress.summary", lambda job: ["the plan"])
+    model = SimpleNamespace(task=SimpleNamespace(name="classify"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ProgressDisplay(2) as shown:
+            shown.on_start(SimpleNamespace(model=model, notes=[], warnings=[]))  # type: ignore[arg-type]
+            for t in (1, 2):
+                shown.on_round(Round(t, 0.8, 0.5, 2.0, 1, 1, 0.1, 1.0, torch.zeros(1)))
+    assert isinstance(shown._bar, NotebookBar)
+    text = capsys.readouterr().err
+    assert "the plan" in text
+    assert "2/2" in text.rsplit("\r", 1)[-1]
+    assert "accuracy 0.800" in text.rsplit("\r", 1)[-1]
+    assert "epsilon 2.00" in text.rsplit("\r", 1)[-1]
+
+
+def test_other_shells_have_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = type("TerminalInteractiveShell", (), {})()
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    assert not in_notebook()
