@@ -5,12 +5,15 @@ The client's operator sees this before the client joins a run. It is private, li
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dpfed.algorithms import REGISTRY
-from dpfed.errors import counted
+from dpfed.algorithms.base import Algorithm, Releases
+from dpfed.errors import DpfedError, counted
 from dpfed.federation.client_config import ClientConfig, Policy
 from dpfed.federation.log_line import LogLine
 from dpfed.federation.policy import History, check_spending
@@ -20,6 +23,7 @@ from dpfed.privacy.ledger.charge import Charge
 from dpfed.privacy.ledger.ledger import Ledger
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, show_setting
+from dpfed.registry import registry
 from dpfed.training.budget.ledgers import OWN_LEDGER
 
 # More rounds than this are not counted.
@@ -93,8 +97,9 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
 
 def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
     """Return mechanism and local steps of the costliest round that the policy permits."""
-    names = policy.algorithms or tuple(REGISTRY)
-    releases = [REGISTRY[name]().releases for name in names]  # type: ignore[call-arg]
+    algorithms = registry().algorithm
+    names = policy.algorithms or tuple(algorithms)
+    releases = [each for name in names for each in releases_of(algorithms[name])]
     mechanism = Mechanism(
         "poisson",
         policy.max_rate,
@@ -103,6 +108,22 @@ def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
         releases=max(each.releases for each in releases),
     )
     return mechanism, policy.max_local_steps
+
+
+def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
+    """Return the releases of a local step under each choice of the algorithm's switches."""
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name, hint in get_type_hints(algorithm).items():
+        if hint is bool:
+            choices[name] = (False, True)
+        elif get_origin(hint) is Literal:
+            choices[name] = get_args(hint)
+    found = []
+    for values in itertools.product(*choices.values()):
+        # Some switches exclude each other.
+        with suppress(DpfedError):
+            found.append(algorithm(**dict(zip(choices, values, strict=True))).releases)
+    return found
 
 
 def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: History) -> int:

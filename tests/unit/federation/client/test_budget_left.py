@@ -119,6 +119,14 @@ def test_algorithms_with_more_releases_cost_more(tmp_path: Path) -> None:
     assert max(all_of_them.batches, all_of_them.releases) > 1
 
 
+def test_a_server_may_ask_for_the_costliest_switches(tmp_path: Path) -> None:
+    """By default dp-fafed has one release of a batch, and with fafed_vr two."""
+    worst, _ = costliest_round(config_of(tmp_path, algorithms=["dp-fafed"]).policy)
+    assert (worst.batches, worst.releases) == (1, 2)
+    worst, _ = costliest_round(config_of(tmp_path, algorithms=["dp-fedsam"]).policy)
+    assert (worst.batches, worst.releases) == (2, 2)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 100, 999, MOST_ROUNDS, 10**6])
 def test_the_largest_number_is_found_within_the_tolerance(limit: int) -> None:
     found = largest(lambda n: n <= limit)
