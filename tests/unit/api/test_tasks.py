@@ -205,7 +205,7 @@ def test_compare_ranks_methods_of_several_labels(tmp_path: Path) -> None:
 
 
 def test_the_best_answer_without_inputs_to_several_labels() -> None:
-    """Of 4 records 1 has label a and 2 have label b: 3/4 and 2/4 are right without inputs."""
+    """Among 4 records, 1 has label a and 2 have label b: 3/4 and 2/4 are right without inputs."""
     per_class = {"a": {"support": 1}, "b": {"support": 2}}
     result = {"task": "multilabel", "test_records": 4, "metrics": {"per_class": per_class}}
     accuracy, loss = blind_of(result)

@@ -1,4 +1,4 @@
-"""What a finished run can do: predict, show its history, report, export, store and load."""
+"""Methods of a finished run: predict, show its history, report, export, store and load."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ STARTING_S = 300.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a keeper runs.
+    """The program that a keeper runs, and how.
 
     command    Flower's SuperLink or SuperNode
     executor   Flower's SuperExec; this process's id is appended

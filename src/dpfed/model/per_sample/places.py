@@ -105,7 +105,7 @@ def expected_passes(records: float, places: int) -> float:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a pass of m places holds.
+    """The contents of a pass of m places.
 
     theta    the trainable vectors of two clients, `[2, P]`, or of one
     client   `[m]` the row of theta of each place

@@ -21,7 +21,7 @@ MAX_RATIO = 8.0
 
 @dataclass(frozen=True)
 class Shifts:
-    """What the released sums show of all canaries together, in units of C.
+    """The signal of all canaries together in the released sums, in units of C.
 
     total           sum of all measured shifts; an absent canary counts only with replace-one
                     adjacency, where it is the opposite canary

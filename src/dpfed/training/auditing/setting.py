@@ -1,4 +1,4 @@
-"""What an audit runs: the clients, steps and oracle of a job."""
+"""Setting of an audit: the clients, steps and oracle of a job."""
 
 from __future__ import annotations
 
