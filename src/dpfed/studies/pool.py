@@ -39,7 +39,7 @@ WAIT_FOR_EXIT_S = 5
 
 
 Request = tuple[str, Mapping[str, Any], str, bool]
-"""The request for a run to a worker: key, configuration, folder, and True for a run of the search."""
+"""The request to run: key, configuration, folder, and True for a run of the search."""
 
 
 class Pool:
