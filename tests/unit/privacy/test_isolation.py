@@ -35,7 +35,9 @@ from dpfed.training.job.job import Job, prepare
 COUNT = 48
 CLIP = 0.5
 SLACK = 1 + 1e-6
-SECONDS = 20.0
+# A busy machine needs this long; the search ends when it has found enough.
+SECONDS = 60.0
+EXACT_SECONDS = 5.0
 LARGEST = 800.0
 PLACES = 8
 
@@ -223,7 +225,7 @@ def test_without_the_rule_a_server_finds_a_theta_that_breaks_the_bound(
     if found.others_equal and found.by <= SLACK:
         pytest.skip("the kernels of this machine round alike for all batch sizes")
     assert not found.others_equal
-    assert found.by > SLACK
+    assert found.by > 2
 
 
 @pytest.mark.parametrize("grid", [True, False])
@@ -242,7 +244,7 @@ def test_no_search_finds_a_theta_that_breaks_exact_isolation(
     """Search like `search`, but against exact isolation, with new places for every theta."""
     model, start, records = digits
     generator = torch.Generator().manual_seed(1)
-    end = time.monotonic() + SECONDS / 4
+    end = time.monotonic() + EXACT_SECONDS
     tried = 0
     while time.monotonic() < end or tried < 5:
         scale = 10 ** (3 * float(torch.rand(1, generator=generator)) - 1)

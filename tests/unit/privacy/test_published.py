@@ -147,7 +147,6 @@ HARMLESS = frozenset(
         "lr",
         "speed",
         "created",
-        "way",
         "ahead",
         "COMMAND_S",
         "max_lr",
