@@ -230,7 +230,7 @@ def score_of(
     # To first order the noise changes the accuracy a by ((1 - a) * n_right - a * n_wrong) / units,
     # where n_right and n_wrong are the noise on the two counts.
     noise = math.sqrt(len(counts) * ((1 - accuracy) ** 2 + accuracy**2)) * sigma / units
-    spent = epsilon([(mechanism_of(sigma), requests)], delta).value
+    spent = epsilon([(mechanism_of(sigma), requests)], delta)
     return Score(t, accuracy, noise, units, len(counts), spent)
 
 

@@ -108,8 +108,8 @@ class PassLimits:
     max_slots  most rows in one pass; a record has one row for each of its augmentations
     fixed      computes sums in passes of a fixed shape, for batches that allow it; None to use
                passes of varying size for all batches
-    places     records in each pass of exact isolation; the model must have passed the test of
-               places for this number, and 1 needs no test
+    places     number of records in each pass of exact isolation; a number above 1 must be the one
+               that `settle_places` tested for this model
     """
 
     max_slots: int = 512
@@ -156,8 +156,8 @@ class FleetOracle:
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
         self._place_draws = _place_draws(terms)
-        # Steps that are computed again must repeat the same noise: fresh noise would be a second
-        # release, which is not charged.
+        # If a failed round is computed again, its noise must be the same: new noise would make it
+        # a second release, which is not charged.
         self._noise = list(
             noise or [terms.streams.noise(terms.round, i, self._device) for i in clients]
         )
@@ -214,9 +214,9 @@ class FleetOracle:
 
     @property
     def below(self) -> Tensor:
-        """The noised share of units with a norm of at most C, `[S, 1]`, for quantile clipping.
+        """Return the noised share of units whose gradient norm is at most C, `[S, 1]`.
 
-        The share is the mean over all releases of this round so far; 0 before the first release.
+        Quantile clipping needs it. It is the mean over this round's releases so far, at first 0.
         """
         return self._below / max(1, self._counted)
 
@@ -241,7 +241,7 @@ class FleetOracle:
     def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
         """Return the result of `_clipped_sum`; if memory runs out, compute it in smaller passes.
 
-        An out-of-memory error is raised if not even one record fits.
+        Raise the out-of-memory error if a pass of one record does not fit either.
         """
         while True:
             try:
@@ -384,7 +384,7 @@ class FleetOracle:
 
 
 def _place_draws(terms: RoundTerms) -> list[np.random.Generator]:
-    """Return a generator of places for each client; none without exact isolation."""
+    """Return a random generator of places for each client; [] without exact isolation."""
     if terms.isolation != "exact":
         return []
     return [terms.streams.generator("place", terms.round, i) for i in terms.clients]

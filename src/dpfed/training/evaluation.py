@@ -46,9 +46,9 @@ def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
-    """Return accuracy and mean loss on the server's test set; (None, None) without a test set.
+    """Return (accuracy, mean loss) on the server's test set; (None, None) without a test set.
 
-    Regression has no accuracy; None stands in its place.
+    The accuracy of regression is None.
     """
     task = job.model.task
     # One tensor holds all sums, so that the host waits only once for a copy from the GPU.
@@ -196,9 +196,9 @@ def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     perplexity      exp of the mean loss of a target token
     token_accuracy  share of target tokens that have the highest score
     record_loss     mean over records of their mean loss, which training minimises
-    exact_match     only for completions and chats: share of records of which greedy generation
-                    gives all targets. With the true tokens before it, every target then has the
-                    highest score, and with several answers in a chat each follows the true ones.
+    exact_match     only for completions and chats: share of records of which every target has the
+                    highest score, given the true tokens before it. Greedy generation then writes
+                    exactly these targets, if the true earlier answers of a chat precede each answer
     """
     parts = [scores[scores[:, TARGETS] > 0] for scores, _ in scored_batches(job, theta)]
     scores = torch.cat(parts).double()

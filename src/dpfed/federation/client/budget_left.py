@@ -84,7 +84,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
     mechanism, steps = costliest_round(policy)
     return BudgetLeft(
         client=config.client.name,
-        spent=epsilon(history, policy.delta).value if history else 0.0,
+        spent=epsilon(history, policy.delta) if history else 0.0,
         max_epsilon=policy.max_epsilon,
         delta=policy.delta,
         rounds_least=rounds_left(policy, mechanism, steps, history),
@@ -170,7 +170,7 @@ def spending_line(event: str, policy: Policy, charge: Charge, history: History) 
 
 
 def exact(history: History, delta: float) -> float:
-    return epsilon(history, delta).value
+    return epsilon(history, delta)
 
 
 def largest(fits: Callable[[int], bool]) -> int:

@@ -1,4 +1,4 @@
-"""The fewest clients that a cohort can be drawn from, and the probability of being drawn."""
+"""The probability that a client is drawn for a cohort when spent budgets exclude other clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fewest_eligible(
 
 
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """Return the probability that a client is drawn in a round, for each sequence of rounds.
+    """Return pairs (probability that a client is drawn in a round, number of such rounds).
 
     eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
     colluding  clients that tell the third party when they were not drawn

@@ -76,7 +76,7 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
     """Return the server's epsilon for a client that took part in `rounds` rounds."""
-    return epsilon([(step, local_steps * rounds)], delta).value
+    return epsilon([(step, local_steps * rounds)], delta)
 
 
 def expected_rounds(rounds: int, participation: float) -> int:

@@ -75,7 +75,7 @@ class Population:
     def exact(self, client: int, delta: float) -> float:
         """Return the exact epsilon of one client, which was checked against the RDP epsilon."""
         step = Mechanism("poisson", float(self.rates[client]), float(self.multipliers[client]))
-        return epsilon([(step, int(self.steps * self.rounds[client]))], delta).value
+        return epsilon([(step, int(self.steps * self.rounds[client]))], delta)
 
     def front(self, clients: Ints) -> list[int]:
         """Return the clients that can have the largest epsilon (the Pareto front).

@@ -21,9 +21,9 @@ from dpfed.privacy.accounting.history import Floats, History, released
 from dpfed.privacy.accounting.pld import privacy_profile
 from dpfed.privacy.mechanism import Mechanism
 
-# mu is the smallest one whose delta(epsilon) is at least the history's wherever that is >= CUTOFF.
+# Smallest delta of a profile. `gaussian_mu` ignores the epsilons at which delta is smaller.
 CUTOFF = 1e-9
-# Number of evenly spaced epsilons in a profile. Equally many are spaced logarithmically.
+# A profile has this number of evenly spaced epsilons, and as many logarithmically spaced ones.
 _NODES = 1500
 _LARGEST_MU = 1e4
 
@@ -70,8 +70,8 @@ def true_positive_rates(profile: Profile, false_positive_rates: Sequence[float])
 def gaussian_mu(profile: Profile) -> float | None:
     """Return the smallest mu whose Gaussian mechanism has at least the profile's deltas.
 
-    Deltas below CUTOFF are left out. The result is 0 if all are below, infinite if no mu is large
-    enough, and None for a profile that is not exact.
+    Deltas below CUTOFF are ignored, and mu is 0 if all deltas are below. The result is infinite if
+    no mu is large enough, and None for a profile that is not exact.
     """
     if not profile.exact:
         return None
@@ -129,7 +129,7 @@ def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
 def attack_rates(
     histories: Sequence[History], false_positive_rates: Sequence[float]
 ) -> list[float]:
-    """Return the largest true-positive rates over all these histories."""
+    """Return the largest true-positive rate over all histories, at each false-positive rate."""
     found = [
         true_positive_rates(profile_of(history), false_positive_rates)
         for history in undominated(histories)

@@ -69,7 +69,7 @@ class Ledger:
         self.meta: dict[str, Any] = json.loads(meta)
         # The first row has no row before it and stores this hash instead.
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()
-        # Content of the head file. None means that it must be read before the next charge.
+        # Content of the head file; None if the file must be read again before the next charge.
         self._synced: Head | None = None
 
     @classmethod

@@ -44,8 +44,8 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # JSON cannot hold bytes and infinity. This program never writes them, so the row is forged.
-        # Return the empty string, because it differs from every hash.
+        # The row is forged: it has bytes or infinity, which JSON cannot hold and charges never
+        # have. Return the empty string, which differs from every hash.
         return ""
 
 

@@ -1,11 +1,11 @@
-"""Choose the batch of a private run: the smallest with nearly the least noise possible."""
+"""Choose the batch size of a private run: the smallest size whose noise is near the minimum."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
 
-# The noise of the chosen batch exceeds the noise of full batches by at most this relative amount.
+# The chosen batch may have this much more noise than full batches, as a relative amount.
 TOLERANCE = 0.05
 
 

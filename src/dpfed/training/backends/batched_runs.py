@@ -95,7 +95,7 @@ def _size_of(config: Config) -> tuple[Hashable, ...]:
 
 
 class Pack:
-    """Runs that share passes. Each pass waits for all runs that have not left the pack.
+    """Runs that share passes. A pass starts when every run in the pack has requested sums.
 
     runs    number of runs
     shared  cache of records, models and features for all runs; None for a new cache

@@ -321,6 +321,11 @@ def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence
 def _follow_round(
     job: Job, group: Group, fleet: Fleet, first: State, header: Sequence[int]
 ) -> None:
+    """Compute this process's share of one round, as a process other than rank 0.
+
+    first   the server's state before round 1, which gives names and shapes
+    header  round, cohort size and the bits of the clip norm, as rank 0 sends them
+    """
     t, count, clip_bits = header[:3]
     clip = struct.unpack("<d", struct.pack("<q", clip_bits))[0]
     names = job.algorithm.remembers
@@ -392,4 +397,5 @@ def fingerprint(job: Job) -> str:
 
 
 def words_of(digest: str) -> list[int]:
+    """Return a SHA-256 in hexadecimal as four signed 64-bit integers."""
     return list(struct.unpack("<4q", bytes.fromhex(digest)))

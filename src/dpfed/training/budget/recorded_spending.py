@@ -142,7 +142,7 @@ def own_spending(path: Path) -> OwnSpending:
         delta = float(ledger.meta["delta"])
         rows = list(ledger.rows())
         history = ledger.history(name)
-    value = epsilon(history, delta).value if history else 0.0
+    value = epsilon(history, delta) if history else 0.0
     void = sum(row.charge.void for row in rows)
     return OwnSpending(name, value, delta, len({row.run for row in rows}), len(rows), void)
 
@@ -258,7 +258,7 @@ def _epsilons(
     A client without charges has the epsilon of the prior spending alone.
     """
     prior = planned.prior
-    epsilons = np.full(clients, epsilon(prior, planned.delta).value)
+    epsilons = np.full(clients, epsilon(prior, planned.delta))
     numbers = [int(client) for client in histories]
     whole = [(*prior, *history) for history in histories.values()]
     rounds = [rounds_taken[client] for client in histories]
@@ -272,7 +272,7 @@ def _epsilons(
         population = Population.of(kinds, rounds, planned.local_steps)
         epsilons[numbers] = population_epsilon(population, planned.delta)
     else:
-        known = {history: epsilon(history, planned.delta).value for history in set(whole)}
+        known = {history: epsilon(history, planned.delta) for history in set(whole)}
         epsilons[numbers] = [known[history] for history in whole]
     return epsilons
 
@@ -298,7 +298,7 @@ def served_spending(
     budget = budget_of(plan, schedule, delta, config.privacy.budget, colluding, past)
     steps = schedule.most_rounds * schedule.local_steps
     kinds, kind_of_client = plan.kinds()
-    costs = [epsilon([*past.prior, (kind, steps)], delta).value for kind in kinds]
+    costs = [epsilon([*past.prior, (kind, steps)], delta) for kind in kinds]
     return RecordedSpending(
         planned=budget.planned,
         clients=schedule.clients,

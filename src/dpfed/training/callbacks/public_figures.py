@@ -1,4 +1,4 @@
-"""Select the values of a run that may be published; public pages and trackers show no others.
+"""Select the values of a run that may be published, for public pages and trackers.
 
 The third-party epsilon holds only while these are secret: the seed, the cohorts, and each client's
 epsilon and number of rounds (docs/privacy.md, "Two observers"). Therefore this module lists the

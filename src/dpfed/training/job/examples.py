@@ -49,7 +49,7 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
 
 
 def prompts_of(job: Job) -> list[Prompt]:
-    """Return the prompts of the first test records that leave the model tokens to write."""
+    """Return up to EXAMPLES prompts of the test set that are short enough to be continued."""
     found: list[Prompt] = []
     for prompt in _prompts(job):
         if len(found) == EXAMPLES:
@@ -75,7 +75,7 @@ def _prompts(job: Job) -> Iterator[Prompt]:
 
 
 def _room(job: Job, prompt: Prompt) -> int:
-    """Return how many tokens the model may write after a prompt."""
+    """Return the largest number of tokens that the model may write after a prompt."""
     limit = getattr(inner_config(job.model.model), "max_position_embeddings", None)
     return NEW_TOKENS if limit is None else min(NEW_TOKENS, limit - len(prompt.ids))
 

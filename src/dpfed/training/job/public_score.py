@@ -34,7 +34,7 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 Predictions are probabilities `[records, classes]`. For regression they are numbers `[records]`.
 """
-# The values of run.metric that each task can have. `evaluate` computes those in EVALUATED.
+# Values of run.metric that fit each task. The metrics in EVALUATED follow from `evaluate`.
 METRICS = {
     "classify": ("accuracy", "loss", "macro_f1", "auroc", "given"),
     "multilabel": ("accuracy", "loss", "macro_f1", "auroc", "given"),
@@ -49,7 +49,7 @@ _given: ContextVar[Metric | None] = ContextVar("metric", default=None)
 
 @contextmanager
 def given_metric(metric: Metric | None) -> Iterator[None]:
-    """Within this context, let `run.metric = "given"` call this function."""
+    """Use this function as the metric of runs with `run.metric = "given"`, within this context."""
     token = _given.set(metric)
     try:
         yield
@@ -58,7 +58,7 @@ def given_metric(metric: Metric | None) -> Iterator[None]:
 
 
 def refuse_metric(job: Job) -> None:
-    """Raise DpfedError if the test set or the model cannot give the score that a run needs."""
+    """Raise DpfedError if `run.metric` cannot be computed for this run's task or test set."""
     run = job.config.run
     chooses = run.keep == "best" or run.early_stopping is not None
     if chooses and len(job.test.labels) == 0:
@@ -83,7 +83,7 @@ def refuse_metric(job: Job) -> None:
 
 
 def _refuse_absent(job: Job) -> None:
-    """Raise DpfedError if no test record has, or all test records have, one of the classes."""
+    """Raise DpfedError for a class that no test record has, or that all test records have."""
     members = _members(job.test.labels.cpu().numpy(), len(job.classes)).mean(0)
     absent = np.flatnonzero((members == 0) | (members == 1))
     if len(absent):
@@ -101,8 +101,19 @@ def metric_of(job: Job) -> str:
     return "r2" if job.model.task.name == "regress" else "accuracy"
 
 
-def own_score(job: Job, theta: Tensor) -> float | None:
-    """Return the value of the metric; None if `evaluate` computes it, or without a test set."""
+def scores_of(job: Job, theta: Tensor) -> dict[str, float | None]:
+    """Return the scores of a vector `[P]` on the test set, as fields of `Round`.
+
+    The scores are accuracy, loss, r2, and in `score` the value of a metric that is not in
+    EVALUATED. A score is None if the task does not have it, or without a test set.
+    """
+    accuracy, loss = evaluate(job, theta)
+    r2 = r_squared(job, loss)
+    return {"accuracy": accuracy, "loss": loss, "r2": r2, "score": _other_score(job, theta)}
+
+
+def _other_score(job: Job, theta: Tensor) -> float | None:
+    """Return the value of `run.metric`; None for a metric in EVALUATED, or without a test set."""
     metric = metric_of(job)
     if metric in EVALUATED or len(job.test.labels) == 0:
         return None
@@ -163,24 +174,29 @@ def chosen_score(job: Job, round: Round) -> float | None:
 
 
 def _value(metric: str, round: Round) -> float | None:
-    """Return the value of the metric in a round; perplexity grows with the loss, which it names."""
-    if metric in ("loss", "perplexity"):
-        return round.loss if metric == "loss" else perplexity(round.loss)
-    return {"accuracy": round.accuracy, "r2": round.r2}.get(metric, round.score)
+    """Return the value of a metric in an evaluated round."""
+    known = {
+        "accuracy": round.accuracy,
+        "loss": round.loss,
+        "perplexity": perplexity(round.loss),
+        "r2": round.r2,
+    }
+    return known.get(metric, round.score)
 
 
 def kept_round(job: Job, last: Round) -> Round:
-    """Return the last round; with `run.keep = "best"`, with vector and scores of the best round."""
+    """Return the last round. With `run.keep = "best"` it has vector and scores of the best round."""
     if job.config.run.keep != "best" or last.best is None:
         return last
     theta = last.best.theta
-    accuracy, loss = evaluate(job, theta)
-    kept = replace(last, theta=theta, accuracy=accuracy, loss=loss, r2=r_squared(job, loss))
-    return replace(kept, score=own_score(job, theta))
+    return replace(last, theta=theta, **scores_of(job, theta))
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:
-    """Return the entries of a result that name the metric and the kept round, where it matters."""
+    """Return entries of a result: `metric` if it is not accuracy, and `kept_round` with a best one.
+
+    `kept_round` is the number of the best round, with `run.keep = "best"` only.
+    """
     found: dict[str, Any] = {}
     metric = metric_of(job)
     if metric != "accuracy":
@@ -191,7 +207,7 @@ def choice_of(job: Job, kept: Round) -> dict[str, Any]:
 
 
 def choice_notes(job: Job, kept: Round) -> list[str]:
-    """Return sentences about an early end, and about a kept round."""
+    """Return notes for the user: if the run ended early, and if the best round was kept."""
     run = job.config.run
     notes: list[str] = []
     if kept.best is None:

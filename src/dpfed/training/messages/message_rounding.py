@@ -28,7 +28,7 @@ class MessageRounding:
     def broadcast(self, t: int, server: Any) -> dict[str, Tensor]:
         """Return the tensors that the server sends in round t.
 
-        They are equal for all clients, and for a server that resumes within the round.
+        All clients get the same tensors, and a server that is restarted sends the same again.
         """
         fields = {name: getattr(server, name) for name in self.down}
         return encode(fields, self.down, draws(self.streams, "download", t))

@@ -23,9 +23,9 @@ META = torch.device("meta")
 class Traffic:
     """Sizes of one client's messages in one round: up to the server, and down from the server.
 
-    Each size is a count of numbers and a count of bytes, which depends on `federation.upload` and
-    `federation.download`. The few public numbers of a round, such as
-    learning rate and clip norm, are not counted.
+    Each size is a count of numbers and a count of bytes. The bytes depend on `federation.upload`
+    and `federation.download`. The few public numbers of a round, such as learning rate and clip
+    norm, are not counted.
     """
 
     up_numbers: int

@@ -171,7 +171,7 @@ def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path:
     job = job_of()
     result = serve(config_of(job), tmp_path / "out", Net(job, tmp_path, seeded=False), seeded=False)
     accounts = read_recorded_spending(tmp_path / "out")
-    assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5).value)
+    assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5))
     assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
     assert accounts.third_party == accounts.server_worst
     assert not accounts.seeded
