@@ -36,12 +36,12 @@ class Scores:
 
 def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the true labels of the test records, one batch at a time."""
-    records = len(job.test.labels)
+    records = len(job.public.test.labels)
     batch = min(MAX_BATCH, job.model.records_at_once(job.device))
     for first in range(0, records, batch):
         job.on_activity(Activity("test records", first, records))
         rows = torch.arange(first, min(first + batch, records), device=job.device)
-        inputs, labels = job.test.take(rows)
+        inputs, labels = job.public.test.take(rows)
         yield job.model.scores(theta, inputs), labels
 
 
@@ -73,7 +73,7 @@ def r_squared(job: Job, loss: float | None) -> float | None:
     """
     if job.model.task.name != "regress" or loss is None or not math.isfinite(loss):
         return None
-    variance = float(job.test.labels.var(correction=0)) / job.spec.scale**2
+    variance = float(job.public.test.labels.var(correction=0)) / job.public.spec.scale**2
     return 1 - loss / variance if variance else None
 
 
@@ -96,7 +96,7 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
 
     Row i, column j contains the number of records of class i that the model assigns to class j.
     """
-    count = len(job.classes)
+    count = len(job.public.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
         table += torch.bincount((labels * count + scores.argmax(1)).cpu(), minlength=count * count)
@@ -113,7 +113,7 @@ def class_scores(table: Tensor) -> list[Scores]:
 
 def label_scores(job: Job, theta: Tensor) -> list[Scores]:
     """Return the scores of each label of multi-label data, whose support is its records."""
-    counts = torch.zeros(3, len(job.classes), dtype=torch.int64)
+    counts = torch.zeros(3, len(job.public.classes), dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
         found, true = (scores > 0).cpu(), labels.bool().cpu()
         counts += torch.stack([(found & true).sum(0), found.sum(0), true.sum(0)])
@@ -140,7 +140,7 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     f1          only with two classes: F1 of the second class, as in the GLUE benchmark
     one_answer  only if the model predicts one class for all records: the name of this class
     """
-    if len(job.test.labels) == 0:
+    if len(job.public.test.labels) == 0:
         return {}
     others = {"causal": language_metrics, "regress": number_metrics, "multilabel": label_metrics}
     if job.model.task.name in others:
@@ -150,13 +150,15 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accuracy": int(table.diag().sum()) / int(table.sum()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
-        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
+        "per_class": {
+            name: asdict(score) for name, score in zip(job.public.classes, scores, strict=True)
+        },
     }
     if len(scores) == 2:
         found["f1"] = scores[1].f1
     predicted = table.sum(0).nonzero().flatten().tolist()
     if len(predicted) == 1 and sum(s.support > 0 for s in scores) > 1:
-        found["one_answer"] = job.classes[predicted[0]]
+        found["one_answer"] = job.public.classes[predicted[0]]
     return found
 
 
@@ -168,7 +170,7 @@ def number_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     )
     squared = float(errors.square().mean())
     found = {"mae": float(errors.abs().mean()), "rmse": math.sqrt(squared)}
-    r2 = r_squared(job, squared / job.spec.scale**2)
+    r2 = r_squared(job, squared / job.public.spec.scale**2)
     return found if r2 is None else {**found, "r2": r2}
 
 
@@ -186,7 +188,9 @@ def label_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
         "accuracy": float(right.mean()),
         "exact_match": float((right == 1).double().mean()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
-        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
+        "per_class": {
+            name: asdict(score) for name, score in zip(job.public.classes, scores, strict=True)
+        },
     }
 
 
@@ -210,6 +214,6 @@ def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
         "token_accuracy": float(scores[:, 1] @ share),
         "record_loss": float(scores[:, 0].mean()),
     }
-    if "target_mask" in job.test.inputs:
+    if "target_mask" in job.public.test.inputs:
         found["exact_match"] = float((scores[:, 1] == 1).double().mean())
     return found

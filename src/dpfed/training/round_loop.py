@@ -18,7 +18,7 @@ from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
 from dpfed.training.evaluation import evaluate
 from dpfed.training.job.job import Job
-from dpfed.training.job.public_score import chosen_score, scores_of
+from dpfed.training.job.public_score import chosen_score, with_scores
 from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round
 from dpfed.training.server_state import State
@@ -104,8 +104,8 @@ class RoundLoop:
         """Evaluate the initial vector, report it as round 0 and return the progress so far."""
         state = first_state(self.job)
         epsilon = self.spending.server_max()
-        round = Round(0, *UNSCORED, 0, 0, self.job.plan.clip, 0.0, state.theta)
-        round = replace(round, **scores_of(self.job, state.theta), epsilon=epsilon)
+        round = Round(0, None, None, epsilon, 0, 0, self.job.plan.clip, 0.0, state.theta)
+        round = with_scores(self.job, round, state.theta)
         state = state.judged(chosen_score(self.job, round), 0)
         self.callbacks.on_round(replace(round, best=state.best))
         return Progress(0, state)
@@ -140,12 +140,11 @@ class RoundLoop:
         epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
         """
-        scores = scores_of(self.job, state.result)
-        if state.average is not None:
-            scores["last_accuracy"] = evaluate(self.job, state.theta)[0]
+        scored = with_scores(self.job, round, state.result)
+        last = evaluate(self.job, state.theta)[0] if state.average is not None else None
         seconds = time.perf_counter() - started
         waited = epsilon() if epsilon else None
-        scored = replace(round, **scores, epsilon=waited, seconds=seconds)
+        scored = replace(scored, last_accuracy=last, epsilon=waited, seconds=seconds)
         state = state.judged(chosen_score(self.job, scored), round.t)
         return replace(scored, best=state.best), state
 

@@ -178,7 +178,7 @@ def scores_of_held_out(job: Job, theta: torch.Tensor, rows: Any, places: Any) ->
         scores=job.model.scores,
         task=Task(lambda scores, labels: scores, noted),
     )
-    inputs, labels = job.records.take(torch.as_tensor(rows))
+    inputs, labels = job.private.records.take(torch.as_tensor(rows))
     held_out = HeldOut(Records(inputs, labels), shards_of(np.zeros(len(rows), dtype=np.int64), 1))
     draws: Any = None if places is None else Places(places)
     noised_counts(model, theta, held_out, 5.0, ConstantNoise(), draws)

@@ -58,7 +58,7 @@ def job_of(**sections: dict[str, Any]) -> Job:
 def digits() -> tuple[PerSample, Tensor, Records]:
     job = job_of()
     rows = torch.arange(COUNT)
-    inputs, labels = job.records.take(rows)
+    inputs, labels = job.private.records.take(rows)
     return job.model, job.theta, Records(inputs, labels)
 
 
@@ -341,7 +341,7 @@ def bert() -> tuple[PerSample, Tensor, Records]:
 
 def cnn() -> tuple[PerSample, Tensor, Records]:
     job = job_of(model={"name": "gn-resnet18", "train": "full", "width": 4, "groups": 2})
-    inputs, labels = job.records.take(torch.arange(8))
+    inputs, labels = job.private.records.take(torch.arange(8))
     return job.model, job.theta, Records(inputs, labels)
 
 

@@ -89,7 +89,7 @@ def test_scores_equal_those_of_scikit_learn(
     )
     want = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)
     got = task_metrics(job, THETA)
-    for c, name in enumerate(job.classes):
+    for c, name in enumerate(job.public.classes):
         row = got["per_class"][name]
         assert [row["precision"], row["recall"], row["f1"], row["support"]] == pytest.approx(
             [w[c] for w in want]

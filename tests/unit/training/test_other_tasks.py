@@ -212,7 +212,7 @@ def test_halves_and_parts_of_other_labels(tmp_path: Path) -> None:
     section = {"name": "linear", "train": "full", "task": "regress"}
     data = {"partition": "dirichlet_equal", "clients": 3}
     job = prepare(settings(section, data=data, run={"eval_on": "validation"}), source)
-    assert job.test.labels.tolist() == source.test.labels[::2].tolist()
+    assert job.public.test.labels.tolist() == source.test.labels[::2].tolist()
     assert job.plan.sizes.tolist() == [8, 8, 8]
 
 
@@ -280,7 +280,7 @@ def client(job: Job, i: int, folder: Path, **policy: Any) -> Client:
         "model": {"name": "linear", "task": model.task, **_stated(model)},
     }
     whole: Source = job.config.data.load(model.task)  # type: ignore[attr-defined]
-    rows = job.shards.of(i)
+    rows = job.private.shards.of(i)
     inputs = {name: x[rows] for name, x in whole.train.inputs.items()}
     own = replace(whole, train=Table(inputs, whole.train.labels[rows]))
     return Client(client_toml.build(raw, registry()), own, insecure=True)

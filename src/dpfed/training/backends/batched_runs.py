@@ -149,9 +149,9 @@ class Pack:
             torch.cuda.empty_cache()
         return FixedSum(
             job.model,
-            job.records,
+            job.private.records,
             job.plan.clipping,
-            job.view,
+            job.private.augmentations,
             PassShape(runs * cohort, union_slots(job, runs), job.space.size),
             capture=job.config.run.graphs is not False,
         )
@@ -179,7 +179,7 @@ def can_share_pass(one: Job, other: Job) -> bool:
 
     Both must use the same model and record objects, and have equal keys and clipping rules.
     """
-    if one.model is not other.model or one.records is not other.records:
+    if one.model is not other.model or one.private.records is not other.private.records:
         return False
     key = pack_key(one.config)
     return key is not None and _pass_of(one) == _pass_of(other) and key == pack_key(other.config)
@@ -187,7 +187,7 @@ def can_share_pass(one: Job, other: Job) -> bool:
 
 def _pass_of(job: Job) -> tuple[int, str, float, bool]:
     rule = job.plan.clipping
-    return job.schedule.cohort, rule.mode, rule.stability, job.view is None
+    return job.schedule.cohort, rule.mode, rule.stability, job.private.augmentations is None
 
 
 def union_slots(job: Job, runs: int) -> int:

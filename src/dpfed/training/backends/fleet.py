@@ -186,7 +186,9 @@ class Fleet:
     def _oracle(self, t: int, state: State, part: Part) -> FleetOracle:
         job = self._job
         return FleetOracle(
-            PrivateData(job.model, job.records, job.shards, job.view),
+            PrivateData(
+                job.model, job.private.records, job.private.shards, job.private.augmentations
+            ),
             RoundTerms(
                 job.plan.at(state.clip),
                 job.streams,
@@ -265,9 +267,9 @@ class Fleet:
         if len(clients) not in self._fixed:
             self._fixed[len(clients)] = FixedSum(
                 job.model,
-                job.records,
+                job.private.records,
                 job.plan.clipping,
-                job.view,
+                job.private.augmentations,
                 PassShape(len(clients), slots_of(job, len(clients)), job.space.size),
                 capture=run.graphs is not False,
             )

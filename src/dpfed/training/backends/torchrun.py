@@ -387,8 +387,15 @@ def fingerprint(job: Job) -> str:
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     # Hash inputs, not features: two machines may round the same features differently.
-    inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
-    arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
+    inputs = (
+        job.private.records.inputs if job.private.raw_inputs is None else job.private.raw_inputs
+    )
+    arrays: list[Any] = [
+        job.private.shards.records,
+        job.theta,
+        job.private.records.labels,
+        *inputs.values(),
+    ]
     for x in arrays:
         tensor = torch.as_tensor(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -38,7 +38,7 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
 
     theta  the trainable vector `[P]` after training
     """
-    can_write = hasattr(job.model.model, "generate") and "input_ids" in job.test.inputs
+    can_write = hasattr(job.model.model, "generate") and "input_ids" in job.public.test.inputs
     if not (job.model.task.causal and can_write):
         return Examples([], [])
     try:
@@ -60,8 +60,8 @@ def prompts_of(job: Job) -> list[Prompt]:
 
 
 def _prompts(job: Job) -> Iterator[Prompt]:
-    inputs = {name: x.cpu() for name, x in job.test.inputs.items()}
-    for i in range(len(job.test.labels)):
+    inputs = {name: x.cpu() for name, x in job.public.test.inputs.items()}
+    for i in range(len(job.public.test.labels)):
         length = int(inputs["attention_mask"][i].sum())
         ids = inputs["input_ids"][i, :length].tolist()
         if "target_mask" not in inputs:

@@ -61,7 +61,7 @@ def refuse_metric(job: Job) -> None:
     """Raise DpfedError if `run.metric` cannot be computed for this run's task or test set."""
     run = job.config.run
     chooses = run.keep == "best" or run.early_stopping is not None
-    if chooses and len(job.test.labels) == 0:
+    if chooses and len(job.public.test.labels) == 0:
         raise DpfedError(
             "run.keep and run.early_stopping choose by a score on the server's test set, "
             "and there is none"
@@ -72,7 +72,7 @@ def refuse_metric(job: Job) -> None:
             f"run.metric = {metric!r} does not fit this task: give {', '.join(METRICS[task][:-1])} "
             f"or {METRICS[task][-1]}"
         )
-    if metric in EVALUATED or len(job.test.labels) == 0:
+    if metric in EVALUATED or len(job.public.test.labels) == 0:
         return
     if metric == "given" and _given.get() is None:
         raise DpfedError(
@@ -84,10 +84,10 @@ def refuse_metric(job: Job) -> None:
 
 def _refuse_absent(job: Job) -> None:
     """Raise DpfedError for a class that no test record has, or that all test records have."""
-    members = _members(job.test.labels.cpu().numpy(), len(job.classes)).mean(0)
+    members = _members(job.public.test.labels.cpu().numpy(), len(job.public.classes)).mean(0)
     absent = np.flatnonzero((members == 0) | (members == 1))
     if len(absent):
-        names = ", ".join(repr(job.classes[i]) for i in absent[:3])
+        names = ", ".join(repr(job.public.classes[i]) for i in absent[:3])
         raise DpfedError(
             f'run.metric = "auroc" needs test records with and without each class; see {names}'
         )
@@ -101,21 +101,17 @@ def metric_of(job: Job) -> str:
     return "r2" if job.model.task.name == "regress" else "accuracy"
 
 
-def scores_of(job: Job, theta: Tensor) -> dict[str, float | None]:
-    """Return the scores of a vector `[P]` on the test set, as fields of `Round`.
-
-    The scores are accuracy, loss, r2, and in `score` the value of a metric that is not in
-    EVALUATED. A score is None if the task does not have it, or without a test set.
-    """
+def with_scores(job: Job, round: Round, theta: Tensor) -> Round:
+    """Return the round with the scores that the vector `theta` `[P]` has on the test set."""
     accuracy, loss = evaluate(job, theta)
-    r2 = r_squared(job, loss)
-    return {"accuracy": accuracy, "loss": loss, "r2": r2, "score": _other_score(job, theta)}
+    score = _other_score(job, theta)
+    return replace(round, accuracy=accuracy, loss=loss, r2=r_squared(job, loss), score=score)
 
 
 def _other_score(job: Job, theta: Tensor) -> float | None:
     """Return the value of `run.metric`; None for a metric in EVALUATED, or without a test set."""
     metric = metric_of(job)
-    if metric in EVALUATED or len(job.test.labels) == 0:
+    if metric in EVALUATED or len(job.public.test.labels) == 0:
         return None
     if metric == "macro_f1":
         several = job.model.task.name == "multilabel"
@@ -185,11 +181,11 @@ def _value(metric: str, round: Round) -> float | None:
 
 
 def kept_round(job: Job, last: Round) -> Round:
-    """Return the last round. With `run.keep = "best"` it has vector and scores of the best round."""
+    """Return the last round; with `run.keep = "best"`, with vector and scores of the best round."""
     if job.config.run.keep != "best" or last.best is None:
         return last
     theta = last.best.theta
-    return replace(last, theta=theta, **scores_of(job, theta))
+    return with_scores(job, replace(last, theta=theta), theta)
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:

@@ -22,9 +22,9 @@ MAX_CELLS = 1_000_000
 
 def label_counts(job: Job) -> np.ndarray:
     """Return the number of records of each label at each client, `[clients, classes]`."""
-    shards = job.shards
-    table = (len(shards), len(job.classes))
-    labels = job.records.labels.cpu().numpy()[shards.records]
+    shards = job.private.shards
+    table = (len(shards), len(job.public.classes))
+    labels = job.private.records.labels.cpu().numpy()[shards.records]
     owner = np.repeat(np.arange(len(shards)), np.diff(shards.units[shards.clients]))
     cells = np.ravel_multi_index((owner, labels), table)
     return np.bincount(cells, minlength=table[0] * table[1]).reshape(table)
@@ -35,10 +35,14 @@ def write_label_counts(folder: Path, job: Job) -> None:
 
     Nothing is written with real noise, for a task without classes, or for a very large table.
     """
-    cells = len(job.shards) * len(job.classes)
+    cells = len(job.private.shards) * len(job.public.classes)
     countable = job.model.task.name == "classify" and 0 < cells <= MAX_CELLS
     if job.config.run.noise == "os" or not countable:
         return
-    table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
+    table = {
+        "release": RELEASE,
+        "classes": list(job.public.classes),
+        "labels": label_counts(job).tolist(),
+    }
     content = json.dumps(table).encode()
     write_file(folder / LABEL_COUNTS, lambda file: file.write(content))

@@ -60,13 +60,13 @@ def test_the_servers_job_has_no_private_record_and_the_simulations_plan() -> Non
     job = job_of()
     config = config_of(job)
     found = prepare_server(config)
-    assert len(found.records.labels) == 0
-    assert len(found.shards.records) == 0
-    assert found.shards.sizes.tolist() == [0, 0, 0]
+    assert len(found.private.records.labels) == 0
+    assert len(found.private.shards.records) == 0
+    assert found.private.shards.sizes.tolist() == [0, 0, 0]
     for field in ("sizes", "rates", "expected", "multipliers"):
         assert np.array_equal(getattr(found.plan, field), getattr(job.plan, field))
     assert torch.equal(found.theta, job.theta)
-    assert len(found.test.labels) == len(job.test.labels)
+    assert len(found.public.test.labels) == len(job.public.test.labels)
     assert not any("federation" in note for note in prepare(config).notes)
     other = config_of(
         job, federation={"clients": {"a": 5, "b": 700}}, privacy={"batch": None, "rate": 0.1}

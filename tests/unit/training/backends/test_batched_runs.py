@@ -218,7 +218,7 @@ def test_threads_can_share_a_model() -> None:
         job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i))
         for i in range(4)
     ]
-    inputs, labels = job.records.take(torch.arange(8))
+    inputs, labels = job.private.records.take(torch.arange(8))
     client = torch.zeros(8, dtype=torch.int64)
 
     def numbers(theta: Tensor) -> Tensor:
@@ -248,8 +248,8 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     one, two = (prepare(config, shared=shared) for config in configs)
     assert len(checks) == 1
     assert one.model is two.model
-    assert one.records is two.records
-    assert one.test is two.test
+    assert one.private.records is two.private.records
+    assert one.public.test is two.public.test
     assert can_share_pass(one, two)
     assert not torch.equal(one.theta, two.theta)
     for job, config in zip((one, two), configs, strict=True):
