@@ -55,11 +55,12 @@ def describe(
     from dpfed.privacy.noise import Streams
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
+    from dpfed.training.run_folder.label_counts import label_counts
 
     # A client's own table needs no test set to be described.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
-    counts = label_counts(source, shards)
+    counts = label_counts(source.train.labels, shards, len(source.classes))
     found = plain(settings, source, shards, counts)
     found["notes"] = data_notes(settings, source, shards)
     found["warnings"] = data_warnings(settings, source, shards)
@@ -86,23 +87,6 @@ def describe(
         label_table(counts, source.classes, title, plot, shards.names)
         lines.append(f"drawn into {plot}")
     show(lines, found, as_json)
-
-
-def label_counts(source: Source, shards: Shards) -> np.ndarray:
-    """Return the number of records of each label at each client, `[clients, classes]`."""
-    import numpy as np
-
-    labels = source.train.labels
-    if source.task == "regress":
-        return np.zeros((len(shards), 0), dtype=np.int64)
-    if source.task == "multilabel":
-        return np.stack([labels[shards.of(client)].sum(0) for client in range(len(shards))])
-    rows = [
-        np.bincount(labels[shards.of(client)], minlength=len(source.classes))
-        for client in range(len(shards))
-    ]
-    # Without labels, `bincount` still counts the zeros that stand in for them.
-    return np.stack(rows)[:, : len(source.classes)]
 
 
 def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:

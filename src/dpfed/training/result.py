@@ -72,7 +72,7 @@ def result_of(
         "input": asdict(job.public.spec),
         "parameters": job.space.size,
         "blocks": job.space.num_blocks,
-        "traffic": traffic(job.algorithm, job.space, job.config.federation).as_dict(),
+        "traffic": asdict(traffic(job.algorithm, job.space, job.config.federation)),
         "seed": job.config.run.seed,
         "rounds": last.t,
         "seconds": last.seconds,

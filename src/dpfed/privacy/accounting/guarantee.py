@@ -285,15 +285,6 @@ class Planned:
         past = (self.prior, self.uncounted)
         return assumptions(self.kinds, self.delta, self.unit, *past, cap=self.cap)
 
-    def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
-        """Return three lists for a plot of at most `points` points.
-
-        They hold round numbers, and after each of these rounds the server's epsilon and the third
-        party's epsilon.
-        """
-        at = sorted({round(1 + i * (self.rounds - 1) / max(1, points - 1)) for i in range(points)})
-        return at, [self.server_after(t) for t in at], [self.third_party_after(t) for t in at]
-
     def meaning(self) -> dict[str, float]:
         """Return numbers that explain epsilon, by name.
 

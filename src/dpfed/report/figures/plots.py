@@ -18,6 +18,7 @@ from dpfed.privacy.accounting.tradeoff import (
 )
 from dpfed.privacy.ledger.private_files import open_private
 from dpfed.privacy.published import show_delta, show_loss
+from dpfed.report.run_reader import over_rounds
 
 # Okabe and Ito's eight colours without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -50,7 +51,7 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     sees only the global models.
     """
     figure, axes = single_plot(path, (6.4, 4))
-    at, server, third = planned.over_rounds()
+    at, server, third = over_rounds(planned)
     label = f"server, {planned.worst_client}"
     axes.plot(at, server, "-", color=COLOURS[0], label=label, linewidth=2)
     axes.plot(at, third, "--", color=COLOURS[1], label="third party", linewidth=2)
