@@ -228,9 +228,25 @@ class FleetOracle:
         return joined_batch(self._data.units, self._clients, positions, places, self._drawn)
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
+        """Return the clients' noised mean gradients of a batch at `theta`, and noise variances.
+
+        If memory runs out, compute the batch again in smaller passes. Raise the out-of-memory error
+        if a pass of one record does not fit either.
+        """
         self._admit(theta)
         self._released += 1
-        total, count = self._add_noise(*self._sum_that_fits(theta, batch))
+        sums: tuple[Tensor, Tensor] | None = None
+        while sums is None:
+            try:
+                sums = self._clipped_sum(theta, batch)
+            except Exception as error:
+                if not out_of_memory(error) or self._smallest_passes:
+                    raise
+            # Free memory only here: the exception keeps the memory of the failed pass alive until
+            # the except block ends.
+            if sums is None:
+                self._use_smaller_passes()
+        total, count = self._add_noise(*sums)
         self._wait_for_charge()
         if self._plan.clipping.counts:
             # Divide by the expected batch size, because the size of the drawn batch is private.
@@ -238,29 +254,19 @@ class FleetOracle:
             self._counted += 1
         return total / self._expected, self.phi
 
-    def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return the result of `_clipped_sum`; if memory runs out, compute it in smaller passes.
+    def _use_smaller_passes(self) -> None:
+        """Lower the limits for this batch and all later batches, and free the unused memory.
 
-        Raise the out-of-memory error if a pass of one record does not fit either.
+        The new limits do not depend on the batch, because they would then reveal its size.
         """
-        while True:
-            try:
-                return self._clipped_sum(theta, batch)
-            except Exception as error:
-                # Halve the limit for every batch: a limit that depends on the batch would reveal
-                # the batch size.
-                if not out_of_memory(error) or self._smallest_passes:
-                    raise
-            # Free memory only here, after the except block. Until the block ends, the exception
-            # keeps the memory of the failed pass alive.
-            if self.fixed is not None:
-                self.fixed = None
-            elif self._exact:
-                # One record at a time: no other number of places was tested for this model.
-                self.places = 1
-            else:
-                self.max_slots //= 2
-            free(self._device)
+        if self.fixed is not None:
+            self.fixed = None
+        elif self._exact:
+            # One record at a time: no other number of places was tested for this model.
+            self.places = 1
+        else:
+            self.max_slots //= 2
+        free(self._device)
 
     @property
     def _smallest_passes(self) -> bool:

@@ -158,7 +158,8 @@ def size(count: float) -> str:
 def cells(table: Table) -> Words:
     """Return the names of the columns, and the cells of all rows, as text.
 
-    Marks in the cells refer to `footnotes`."""
+    Marks in the cells refer to `footnotes`.
+    """
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
     head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {reference}"]

@@ -96,7 +96,7 @@ def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]
 
 
 def task_name(config: Config, result: Mapping[str, Any]) -> str:
-    """Return the task of a run; results of old versions do not say it."""
+    """Return the task of a run. Results of old versions lack it, so the model's name decides."""
     causal = config.model.name == "auto-causal"
     return str(result.get("task") or ("causal" if causal else "classify"))
 

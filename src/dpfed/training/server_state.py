@@ -18,12 +18,14 @@ BEST = "run.best."
 
 @dataclass(frozen=True)
 class Best:
-    """The round with the best score on public data so far. Its fields are tensors on the CPU.
+    """The round with the best score on public data so far.
 
-    theta   the evaluated vector of this round, on the device
+    theta   the evaluated vector of this round, `[P]` on the device
     score   its score; larger is better
     round   its number
     waited  number of evaluations since then
+
+    `score`, `round` and `waited` are scalar tensors on the CPU.
     """
 
     theta: Tensor

@@ -16,14 +16,14 @@ def fewest_eligible(
     """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
 
     A client whose budget is spent is no longer eligible, so the others are drawn more often. The
-    true number of eligible clients depends on who took part. The statement must not depend on
-    that, so it uses this lower bound.
+    true number of eligible clients depends on who took part, which is secret. The privacy statement
+    therefore uses the smallest possible number.
 
     limits  the number of rounds that each client's budget allows; None without budgets
 
-    In the t-1 rounds before round t, clients took part S(t-1) times. Most budgets are spent if the
-    clients with the smallest limits took part. Spending a limit of L rounds takes at least L
-    rounds.
+    Before round t, the cohorts had S(t-1) places in t-1 rounds. The number of spent budgets is
+    largest if the clients with the smallest limits took these places. A limit of L rounds cannot
+    be spent in fewer than L rounds.
     """
     if limits is None:
         return [(clients, rounds)]

@@ -140,7 +140,7 @@ def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
 
 
 def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
-    """Return the epsilon of one view; the participation S/N of the plan is its `probability`."""
+    """Return the epsilon against one observer; `plan.probability` is the participation S/N."""
     if view == "third_party":
         return third_party_epsilon([plan], delta)
     seen = as_seen(view, plan)

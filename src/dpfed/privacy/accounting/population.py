@@ -24,7 +24,7 @@ from dpfed.privacy.mechanism import Mechanism
 
 Ints = npt.NDArray[np.int64]
 
-# The grid is not refined further: neighbours then differ only where epsilon is almost 0.
+# Smallest width of a cell. Neighbours that differ at this width have an epsilon of almost 0.
 _FINEST_WIDTH = 1e-3
 
 
@@ -84,7 +84,8 @@ class Population:
         """
         front: list[int] = []
         while len(clients):
-            # No client dominates the one with the most rounds. Noise, then rate, decides ties.
+            # No other client dominates the one with the most rounds. Among equals, take the one
+            # with the least noise, then the one with the highest rate.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)

@@ -105,7 +105,7 @@ class Federation:
 
     @property
     def largest_batch(self) -> float:
-        """The largest batch that neither the records nor `max_records` forbid."""
+        """The largest batch: at most the mean client's records and its share of `max_records`."""
         return min(self.mean_records, self.max_records / self.cohort)
 
     def schedule(self, choice: CohortChoice) -> Schedule:

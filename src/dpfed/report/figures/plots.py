@@ -66,8 +66,9 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
 def tradeoff_curve(planned: Planned, path: Path) -> None:
     """Draw the errors that any attacker must make: false negatives against false positives.
 
-    The curve is that of the server's view, for the client with the largest loss. The line of
-    (epsilon, delta) lies below it. So does the Gaussian of the same mu, if there is one.
+    The curve of the run is for an attacker who sees what the server sees, and for the client with
+    the largest privacy loss. Two lower bounds are drawn below it: one follows from epsilon and
+    delta, and one is the curve of the Gaussian mechanism with the run's mu, if it has a mu.
     """
     figure, axes = single_plot(path, (5.6, 5.2), "--curve")
     histories = planned.histories

@@ -251,7 +251,7 @@ def run_batched(
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
     """Call `work` with each number in a thread of its own, and wait for all of them."""
-    # Each thread gets a copy of this context, which may hold a model or data in memory.
+    # Run each thread in a copy of the context variables, because some hold a user's model or data.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

@@ -199,7 +199,10 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
 
 
 def _all_records(result: Mapping[str, Any], largest: int | None, clients: int) -> int | None:
-    """Return the number of units of all clients; for older runs, that of equally large clients."""
+    """Return the number of units of all clients, or an upper bound for runs of older versions.
+
+    The bound assumes that every client is as large as the largest. None if that is unknown.
+    """
     stated = result.get("records")
     if isinstance(stated, int) and stated > 0:
         return stated
@@ -216,8 +219,8 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # A batch is the rate times the client's size, or the mean size if all clients share a rate.
-        # The largest client has the smallest rate, so dividing by that rate gives its size.
+        # batch / rate is a client's size, or the mean size if all clients have one rate. The
+        # largest client has the smallest rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None

@@ -70,10 +70,11 @@ def budget_of(
     colluding: int = 0,
     past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
-    """Return the statement of a plan. The spending `past` is added for every client.
+    """Return the statement of a plan, and the rounds that each client's budget allows.
 
     budget     largest epsilon that a client may spend; None for no limit
     colluding  number of clients that tell others in which rounds they took part
+    past       earlier spending, which is added to the spending of every client
     """
     kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:

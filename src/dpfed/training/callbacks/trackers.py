@@ -90,7 +90,7 @@ class Mlflow:
 
 
 class Wandb:
-    """Tracker that writes to `wandb` in the run's folder, without facts about the machine.
+    """Tracker that writes to `wandb` in the run's folder. It records nothing about the machine.
 
     It sends nothing over the network unless WANDB_MODE is set.
     """

@@ -27,7 +27,10 @@ class Prompt(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Texts by the names `prompt`, `expected`, `before` and `after`, and notes for the user."""
+    """Examples, and notes for the user.
+
+    texts  for each example a text by the names `prompt`, `expected`, `before` and `after`
+    """
 
     texts: list[dict[str, str]]
     notes: list[str]

@@ -32,6 +32,7 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
 
 
 def part_of(config: Config) -> Part:
+    """Return the part of the model that is trained, as the recipe for learning rates names it."""
     if head_alone(config):
         return "head"
     return "adapter" if config.model.train == "lora" else "layers"

@@ -189,9 +189,10 @@ def kept_round(job: Job, last: Round) -> Round:
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:
-    """Return entries of a result: `metric` if it is not accuracy, and `kept_round` with a best one.
+    """Return two entries for a result, or fewer.
 
-    `kept_round` is the number of the best round, with `run.keep = "best"` only.
+    metric      name and value of the metric, if it is not accuracy
+    kept_round  number of the best round, if `run.keep = "best"`
     """
     found: dict[str, Any] = {}
     metric = metric_of(job)

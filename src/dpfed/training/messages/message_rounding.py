@@ -19,7 +19,12 @@ from dpfed.training.messages.message_size import layouts
 
 @dataclass(frozen=True)
 class MessageRounding:
-    """The layouts of a run's messages: to the server (`up`), and from the server (`down`)."""
+    """Rounds the messages of a run to their formats.
+
+    up       layout of a client's message to the server
+    down     layout of the server's broadcast to the clients
+    streams  random streams of the run, which decide the stochastic rounding
+    """
 
     up: Layout
     down: Layout

@@ -68,7 +68,7 @@ class LoadedCheckpoint:
 class Checkpoints:
     """Writes and reads the checkpoints of one run.
 
-    job     hash of settings and initial vector; a checkpoint with another hash is refused
+    job     result of `job_hash`; a checkpoint of a run with another hash is refused
     memory  the store of client memory
     """
 
