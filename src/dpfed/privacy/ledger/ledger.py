@@ -190,7 +190,8 @@ class Ledger:
             raise ValueError(
                 "a cohort names its run, and charges each client's part of a round once"
             )
-        if run != owner if kind == "run" else any(c.client != owner for c in charges):
+        charged = {run} if kind == "run" else {c.client for c in charges}
+        if charged - {owner}:
             raise ledger_error(self.path, f"it takes charges of {kind} {owner!r} only")
         return run
 
