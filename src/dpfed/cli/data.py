@@ -68,11 +68,10 @@ def describe(
     if targets:
         found["targets"] = {part: asdict(counted_part) for part, counted_part in targets.items()}
         found["warnings"] += lost_warnings(settings, targets)
-    shown_table = table(counts, source.classes, shards.names) if counts.shape[1] else []
     lines = [
         *opening(settings, source, found["inputs"]),
         *target_lines(settings, targets),
-        *shown_table,
+        *(table(counts, source.classes, shards.names) if counts.shape[1] else []),
         sizes_line(found["sizes"], len(shards), settings.data.unit_column or "record"),
         *(f"note: {note}" for note in found["notes"]),
         *(f"warning: {warning}" for warning in found["warnings"]),

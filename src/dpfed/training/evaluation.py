@@ -120,12 +120,16 @@ def label_scores(job: Job, theta: Tensor) -> list[Scores]:
     return _class_scores(*counts)
 
 
-def _class_scores(right: Tensor, found: Tensor, true: Tensor) -> list[Scores]:
-    """Return the scores of each class from its numbers of right, predicted and true records."""
-    correct, predicted, support = right.double(), found.double(), true.double()
-    precision = correct / predicted.clamp_min(1)
-    recall = correct / support.clamp_min(1)
-    f1 = 2 * correct / (predicted + support).clamp_min(1)
+def _class_scores(correct: Tensor, predicted: Tensor, support: Tensor) -> list[Scores]:
+    """Return the scores of each class from its numbers of records, `[classes]`.
+
+    correct    records of the class that the model assigns to the class
+    predicted  records that the model assigns to the class
+    support    records of the class
+    """
+    precision = correct.double() / predicted.clamp_min(1)
+    recall = correct.double() / support.clamp_min(1)
+    f1 = 2 * correct.double() / (predicted + support).clamp_min(1)
     return [
         Scores(float(p), float(r), float(f), int(n))
         for p, r, f, n in zip(precision, recall, f1, support, strict=True)
