@@ -436,7 +436,7 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
         3, plain.space.size, generator=torch.Generator().manual_seed(0)
     )
     for _ in range(2):
-        inputs, labels = plain.records.take(rows)
+        inputs, labels = plain.private.records.take(rows)
         for a, b in zip(
             plain.model.grads(theta, client, inputs, labels),
             compiled.model.grads(theta, client, inputs, labels),

@@ -112,7 +112,7 @@ def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
     own = job.model.scores(
         job.space.flatten(load_file(tmp_path / "run" / "model.safetensors")), job.public.test.inputs
     )
-    raw = prepare(config_of(kind, tmp_path / "base", False), source).test
+    raw = prepare(config_of(kind, tmp_path / "base", False), source).public.test
     auto = AutoModelForImageClassification if kind == "vit" else AutoModelForSequenceClassification
     plain = auto.from_pretrained(tmp_path / "out").eval()
     if kind == "vit":
@@ -132,7 +132,7 @@ def test_bf16_features_are_bf16_and_give_the_same_numbers(tmp_path: Path) -> Non
         prepare(config_of("vit", tmp_path, a, run={"precision": "bf16"}), images())
         for a in (True, False)
     ]
-    assert jobs[0].records.inputs["features"].dtype == torch.bfloat16
+    assert jobs[0].private.records.inputs["features"].dtype == torch.bfloat16
     theta = torch.linspace(-1, 1, jobs[0].space.size)
     mine, theirs = (job.model.scores(theta, job.public.test.inputs) for job in jobs)
     torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
@@ -181,16 +181,19 @@ def test_features_computed_in_pieces_are_in_order(
 
 def test_auto_uses_features_where_they_save_work(tmp_path: Path) -> None:
     """The run draws 24 records in all, as many as the data set has."""
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is not None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).private.raw_inputs is not None
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).raw_inputs is None
+        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).private.raw_inputs
+        is None
     )
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).raw_inputs
+        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).private.raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()
+        ).private.raw_inputs
         is None
     )
 
@@ -211,7 +214,9 @@ def test_true_is_refused_where_features_are_impossible(
         match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$',
     ):
         prepare(config_of("vit", tmp_path, True, **changes), images())
-    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).raw_inputs is None
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", **changes), images()).private.raw_inputs is None
+    )
 
 
 def test_dropout_before_the_head_excludes_features(tmp_path: Path) -> None:
@@ -239,11 +244,15 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(frozen_features, "split", heavy)
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()
+        ).private.raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()
+        ).private.raw_inputs
         is None
     )
     with pytest.raises(
@@ -259,7 +268,7 @@ def test_without_memory_for_features_the_whole_model_is_used(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(frozen_features, "_records", full)
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).private.raw_inputs is None
     with pytest.raises(DpfedError, match="no room for the features on cpu"):
         prepare(config_of("vit", tmp_path, True), images())
 
