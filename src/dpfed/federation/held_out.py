@@ -112,7 +112,10 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
 
 
 def _label_key(label: np.ndarray) -> str | np.ndarray:
-    """Return a class number as text, which older choices hashed, and other labels unchanged."""
+    """Return the form of a label that is hashed: a class number as text, any other label unchanged.
+
+    The text keeps the held-out records of clients that earlier versions started.
+    """
     return str(int(label)) if label.dtype.kind == "i" else label
 
 
