@@ -24,8 +24,8 @@ from dpfed.accel.operators.patches import patch_counts, patches
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 from dpfed.model.per_sample.keyed_dropout import KEY
 
-# A function that turns a function of one record into one of all records. Its list says for each
-# argument which axis holds the records; None means that all records share the argument.
+# A function that takes a function of one record and returns the same function of all records. The
+# list has for each argument the axis of the records, or None if all records share the argument.
 MapRecords = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
 
 
@@ -268,10 +268,10 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Return True if `module` is Swin's position bias; make the bias and its parent batched then.
+    """Make Swin's position bias and its parent, the attention, batched. Return True if done.
 
-    The parent is the attention. The parent tells the bias how many windows each record has,
-    because the bias has no input. Other modules do not change, and the result is then False.
+    Return False for any other module, which does not change. The bias has no input, so the parent
+    tells it how many windows each record has.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

@@ -1,4 +1,4 @@
-"""Check that a record in a padded batch gets the outputs that the plain model gives it alone.
+"""Check that a padded batch gives each record the outputs that the plain model gives it alone.
 
 Before any layer's class is replaced, the plain model computes the outputs of synthetic records,
 each alone and without padding. Afterwards the changed model computes the same records in one padded
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.causal_loss import causal_logits, scores_of
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
@@ -69,7 +69,7 @@ def plain_outputs(
         except Exception as error:
             raise DpfedError(
                 f"{type(model).__name__} cannot compute a single record without padding "
-                f"({first_words(error)}): choose another model"
+                f"({reason(error)}): choose another model"
             ) from error
     return PlainOutputs(vector, dict(inputs), outputs)
 
@@ -117,20 +117,20 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
     Raise DpfedError if there is no such function.
     """
     best = math.inf
-    reason = ""
+    failure = ""
     for form in forms:
         try:
             off = farthest(model, plain, form)
         except Exception as error:
             # Models raise errors of many classes for inputs that they cannot read: catch them all.
-            reason = reason or first_words(error)
+            failure = failure or reason(error)
             continue
         if off <= TOLERANCE[model.dtype]:
             return form
         best = min(best, off)
     name = type(model.model).__name__
     if best == math.inf:
-        raise DpfedError(f"{name} cannot compute a batch ({reason}): choose another model")
+        raise DpfedError(f"{name} cannot compute a batch ({failure}): choose another model")
     raise DpfedError(
         f"{name} computes a record differently in a padded batch than alone and unpadded "
         f"(outputs are {best:.1%} off), so its gradients would be wrong: choose another model"
@@ -157,7 +157,3 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
         off.append(math.inf if math.isnan(difference) else difference)
     off.sort()
     return off[-1] if model.dtype == torch.float32 else off[len(off) // 2]
-
-
-def first_words(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")

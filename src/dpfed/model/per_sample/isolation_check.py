@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.frozen.quantised import has_quantised
 from dpfed.model.per_sample.failing_layer import failing_layer
-from dpfed.model.per_sample.forward_check import first_words
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
@@ -125,7 +124,7 @@ def _check_gradients(
         layer = failing_layer(model.model, lambda: records.together(model))
         raise DpfedError(
             f"per-sample gradients of {kind} cannot be computed{layer} "
-            f"({first_words(error)}): {_way_out(model)}"
+            f"({reason(error)}): {_way_out(model)}"
         ) from error
     alone = records.one_by_one(model)
     for name, gradient in zip(model.space.names, alone, strict=True):
@@ -176,7 +175,7 @@ def check_isolation(
         beside = [g[others].float() for g in broken.together(model, keys)]
     except Exception as error:
         raise DpfedError(
-            f"{here} a record that is not finite stops the pass of all: {first_words(error)}; "
+            f"{here} a record that is not finite stops the pass of all: {reason(error)}; "
             "freeze the module named there"
         ) from error
     if not all(bool(g.isfinite().all()) for g in sound):

@@ -1,4 +1,4 @@
-"""Result of building a model: its module, heads, input preparation and task; and its dropout."""
+"""The result of building a model, zero heads, and the dropout settings of configurations."""
 
 from __future__ import annotations
 
