@@ -91,7 +91,7 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
-        """Return synthetic records; texts fill their public length."""
+        """Return synthetic records. Texts have no padding."""
         count = max(MIN_RECORDS, 2 * self.union)
         inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
         if self.model in LLAMAS:
@@ -152,6 +152,6 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the logits of raw inputs, computed with the model's present weights."""
+    """Return the task's scores for raw inputs, computed with the model's present weights."""
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
     return scores_of(parts.built.task, model, {}, prepared, inputs)

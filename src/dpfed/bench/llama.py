@@ -38,7 +38,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def text_of(case: str, length: int) -> InputSpec:
-    """Return the facts about records of `length` tokens for a Llama."""
+    """Return the facts about records of `length` tokens for a Llama, by its name in `LLAMAS`."""
     return InputSpec("text", "input_ids", (length,), 0, vocabulary=LLAMAS[case]["vocab_size"])
 
 

@@ -56,7 +56,8 @@ def describe(
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
-    # A client's own table needs no test set to be described.
+    # Describe only the training records, so that a network client without a test set can use this
+    # command.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
@@ -101,12 +102,16 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
         np.bincount(labels[shards.of(client)], minlength=len(source.classes))
         for client in range(len(shards))
     ]
-    # Without labels, `bincount` still counts the zeros that stand in for them.
+    # Data without labels have zeros in place of labels. Leave out the column that counts these
+    # zeros.
     return np.stack(rows)[:, : len(source.classes)]
 
 
 def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
-    """Return the targets of training and test records; {} unless a language model is trained."""
+    """Return the counts of target tokens by table, "train" and "test".
+
+    Return {} unless a language model is trained.
+    """
     from dpfed.data.language import LANGUAGE_INPUTS
 
     model: Any = settings.model
@@ -168,7 +173,7 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def _label_line(source: Source, classes: str) -> str:
-    """Return the line on the labels; `classes` is the text for classes."""
+    """Return the line about the labels. `classes` is the line to use if labels are classes."""
     if source.task == "regress":
         return f"labels are numbers: {source.classes[0]}"
     if source.task == "multilabel":

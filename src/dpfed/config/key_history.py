@@ -1,7 +1,7 @@
 """Keys that were added or deleted after the first version, so that older files keep their meaning.
 
-ADDED has the value of each added key for files that do not have the key. A deleted key is ignored
-if it has its old default. Any other value raises an error with advice.
+ADDED has the value of each added key that a file without the key means. A deleted key is ignored if
+it has its old default. Any other value raises an error with advice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ADDED: dict[str, Any] = {
 }
 
 
-# Defaults that became None, which means the same where it matters, by data.name and key.
+# Old defaults of keys whose default is now None, by `data.name` and key. For files with a column of
+# this name, None means the same.
 FORMER_DEFAULTS = {
     ("text-table", "text"): "text",
     ("text-table", "label"): "label",
