@@ -23,7 +23,7 @@ Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
 @dataclass(frozen=True)
 class DataSection:
-    # Values of `model.task` for which this source can read labels; "auto" and "causal" need none.
+    # Values of `model.task` that this source supports, in addition to "auto" and "causal".
     tasks: ClassVar[tuple[str, ...]] = ("classify",)
 
     name: Annotated[str, "data source; `dpfed list datasets` shows them"] = "digits"

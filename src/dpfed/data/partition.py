@@ -104,19 +104,19 @@ def dirichlet_equal(
     classes = int(labels.max()) + 1
     size = len(labels) // clients
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
-    left = np.array([len(pool) for pool in pools])
+    remaining = np.array([len(pool) for pool in pools])
     owner = np.full(len(labels), -1, dtype=np.int64)
     for client in range(clients):
-        mix = _dirichlet(rng, alpha, classes)
-        need = size
-        while need:
-            p = np.where(left > 0, mix, 0.0)
-            p = (left > 0) / (left > 0).sum() if p.sum() < 1e-300 else p / p.sum()
-            take = np.minimum(rng.multinomial(need, p), left)
-            for c in np.flatnonzero(take):
-                owner[pools[c][left[c] - take[c] : left[c]]] = client
-            left -= take
-            need -= int(take.sum())
+        class_shares = _dirichlet(rng, alpha, classes)
+        missing_records = size
+        while missing_records:
+            p = np.where(remaining > 0, class_shares, 0.0)
+            p = (remaining > 0) / (remaining > 0).sum() if p.sum() < 1e-300 else p / p.sum()
+            drawn = np.minimum(rng.multinomial(missing_records, p), remaining)
+            for c in np.flatnonzero(drawn):
+                owner[pools[c][remaining[c] - drawn[c] : remaining[c]]] = client
+            remaining -= drawn
+            missing_records -= int(drawn.sum())
     return owner
 
 

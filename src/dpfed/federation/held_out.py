@@ -112,9 +112,10 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
 
 
 def _label_key(label: np.ndarray) -> str | np.ndarray:
-    """Return the form of a label that is hashed: a class number as text, any other label unchanged.
+    """Return the value to hash for a label: a class number as text, any other label unchanged.
 
-    The text keeps the held-out records of clients that earlier versions started.
+    Earlier versions hashed class numbers as text. Another form would change the choice of held-out
+    records.
     """
     return str(int(label)) if label.dtype.kind == "i" else label
 

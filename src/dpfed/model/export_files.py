@@ -56,10 +56,6 @@ class Companions:
 MakeCompanions = Callable[[Reading], Companions]
 
 
-def no_companions(reading: Reading) -> Companions:
-    return Companions()
-
-
 class ImageInput(NamedTuple):
     """Settings with which `image_inputs.images` converts an image record to the model's input.
 

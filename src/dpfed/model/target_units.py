@@ -15,7 +15,7 @@ from dpfed.model.task import InputSpec
 
 
 def can_convert(model: nn.Module, head: str) -> bool:
-    """Return True for a model of transformers whose head has a bias, which adds `spec.center`."""
+    """Return True for a model of transformers whose head has a bias; others cannot be converted."""
     layer = _last_layer(model, head) if hasattr(model, "config") else None
     return layer is not None and layer.bias is not None
 

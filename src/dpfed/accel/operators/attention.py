@@ -65,7 +65,7 @@ def right(device: torch.device) -> bool:
     heads, full, row = (
         torch.randn(size, generator=g) for size in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
     )
-    # Let the mask hide all positions from one query, because softmax would give NaN there.
+    # Test a mask that hides all positions from one query: a plain softmax gives NaN there.
     full[1, 2] = float("-inf")
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)

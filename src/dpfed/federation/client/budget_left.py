@@ -120,7 +120,7 @@ def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
             choices[name] = get_args(hint)
     found = []
     for values in itertools.product(*choices.values()):
-        # Some switches exclude each other.
+        # Skip combinations of switches that exclude each other.
         with suppress(DpfedError):
             found.append(algorithm(**dict(zip(choices, values, strict=True))).releases)
     return found

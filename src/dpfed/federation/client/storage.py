@@ -108,7 +108,7 @@ class Store:
             old.unlink(missing_ok=True)
 
     def keep_cap(self, cap: int) -> None:
-        """Write the cap on this client's rounds in the run. Do nothing if `cap` is 0 or written."""
+        """Write the cap on this client's rounds in the run, if it is not 0 and not yet written."""
         if cap and self.cap() is None:
             write_file(self._cap_path, lambda file: file.write(f"{cap}\n".encode()))
 

@@ -81,7 +81,7 @@ class Guard:
 
     upstream  scheme, host and port, such as https://127.0.0.1:8000
     verify    TLS context for `upstream`
-    client    True at a client: the paths are listed one by one, and apps are checked
+    client    True at a client: only `CLIENT_PATHS` pass, and apps are checked
     """
 
     def __init__(self, upstream: str, verify: ssl.SSLContext | bool, client: bool) -> None:

@@ -37,7 +37,7 @@ MARK = "dpfed: "
 # Seconds to wait for a keeper to end its processes, before it is killed.
 ENDING_S = 12.0
 COMMAND_S = 300.0
-# Seconds for the keeper of a server that was killed to free the port.
+# Timeout in seconds for the keeper of a killed server to free the port.
 PORT_S = 10.0
 # Name of the SuperLink in Flower's configuration file.
 LINK_NAME = "dpfed"
@@ -306,7 +306,7 @@ def log_size(log: Path) -> int:
 
 
 class Notes:
-    """Reads the guard's lines from a log, beginning at the end that the log has now."""
+    """Reads the lines that the guard writes to a log from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -92,7 +92,7 @@ class Call:
 
 
 class Listener:
-    """Accepts calls of other processes at the path `path`."""
+    """Accepts requests of other processes on a Unix socket at `path`."""
 
     def __init__(self, path: str, limit: int | None = None) -> None:
         self.path = path

@@ -53,8 +53,8 @@ def plain_outputs(
     Call this before any layer's class is replaced. `theta` is the initial vector `[P]`.
     """
     generator = torch.Generator().manual_seed(0)
-    moved = SPREAD * torch.randn(len(theta), generator=generator)
-    vector = theta + moved.to(theta.device)
+    change = SPREAD * torch.randn(len(theta), generator=generator)
+    vector = theta + change.to(theta.device)
     weights = space.unflatten(vector)
     records = len(next(iter(inputs.values())))
     model.eval()
@@ -83,8 +83,8 @@ def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
         return prepare(one)
     real = int(one["attention_mask"].sum())
     tokens = {name: x[:, :real].long() for name, x in one.items() if name != "attention_mask"}
-    taken = prepare(one)
-    return {name: x for name, x in tokens.items() if name in taken}
+    accepted = prepare(one)
+    return {name: x for name, x in tokens.items() if name in accepted}
 
 
 def faithful_model(
@@ -120,14 +120,14 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
     failure = ""
     for form in forms:
         try:
-            off = farthest(model, plain, form)
+            difference = largest_difference(model, plain, form)
         except Exception as error:
             # Models raise errors of many classes for inputs that they cannot read: catch them all.
             failure = failure or reason(error)
             continue
-        if off <= TOLERANCE[model.dtype]:
+        if difference <= TOLERANCE[model.dtype]:
             return form
-        best = min(best, off)
+        best = min(best, difference)
     name = type(model.model).__name__
     if best == math.inf:
         raise DpfedError(f"{name} cannot compute a batch ({failure}): choose another model")
@@ -137,7 +137,7 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
     )
 
 
-def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
+def largest_difference(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
     """Return the largest relative difference between a record's outputs and the plain outputs.
 
     The result is infinity if an output is NaN. In half precision the median over records is
@@ -148,12 +148,12 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
         # A language model's outputs are [tokens, vocabulary]. Compute them as its loss does.
         logits_of = causal_logits if plain.outputs[0].dim() == 2 else call
         together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
-    off = []
+    differences = []
     for got, want in zip(together, plain.outputs, strict=True):
         # Do not compare padding tokens of a language model.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size
-        off.append(math.inf if math.isnan(difference) else difference)
-    off.sort()
-    return off[-1] if model.dtype == torch.float32 else off[len(off) // 2]
+        differences.append(math.inf if math.isnan(difference) else difference)
+    differences.sort()
+    return differences[-1] if model.dtype == torch.float32 else differences[len(differences) // 2]

@@ -214,7 +214,7 @@ class PerSample:
             except torch.OutOfMemoryError:
                 if self._rows_factor * self.rows <= 1:
                     raise
-            # Retry only here, outside `except`: there the error keeps the failed pass in memory.
+            # Retry outside the `except` block: inside it the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
 
