@@ -56,8 +56,7 @@ def describe(
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
 
-    # Describe only the training records, so that a network client without a test set can use this
-    # command.
+    # Read only the training records: a network client may have no test set.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source, shards)
