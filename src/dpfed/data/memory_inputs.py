@@ -170,8 +170,8 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
     if not rows:
         raise DpfedError(f"the column {name} of {part} is empty")
     channels = max(len(row) for row in rows)
-    same = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
-    return np.ascontiguousarray(np.stack(same))
+    expanded = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
+    return np.ascontiguousarray(np.stack(expanded))
 
 
 def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:

@@ -185,8 +185,7 @@ def check_isolation(
     name, difference = _largest_difference(
         model, with_broken, gradients, max(ROUNDING, torch.finfo(model.dtype).eps)
     )
-    # Differences up to RELU_TOLERANCE are rounding. The difference is NaN if NaN has reached another
-    # record.
+    # Smaller differences are rounding. The difference is NaN if NaN has reached another record.
     if not difference <= RELU_TOLERANCE:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
