@@ -73,9 +73,9 @@ class GradientMatrices:
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
     """Return a list of tensor indices per matrix: large tensors alone, the others together."""
-    alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
+    alone = [[i] for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
-    return [*([i] for i in alone), *([together] if together else [])]
+    return [*alone, together] if together else alone
 
 
 def _is_matrix(grad: Tensor) -> bool:

@@ -101,8 +101,7 @@ def label_counts(source: Source, shards: Shards) -> np.ndarray:
         np.bincount(labels[shards.of(client)], minlength=len(source.classes))
         for client in range(len(shards))
     ]
-    # Data without labels have zeros in place of labels. Leave out the column that counts these
-    # zeros.
+    # Without labels, `bincount` still counts the zeros that stand in for them.
     return np.stack(rows)[:, : len(source.classes)]
 
 

@@ -216,7 +216,8 @@ def _flag_vectors(
     """
     width = len(cells[0][0])
     names = classes if isinstance(classes, tuple) else tuple(map(str, range(width)))
-    if classes is not None and width != (classes if isinstance(classes, int) else len(classes)):
+    declared = len(classes) if isinstance(classes, tuple) else classes
+    if declared not in (None, width):
         raise DpfedError(
             f"{parts[0].places[0]} has {width} labels, and {phrase('classes')} says otherwise"
         )

@@ -30,11 +30,10 @@ MAX_DEPTH = 32
 
 def available(x: Tensor) -> bool:
     """Return True if the operators can run on the device and dtype of `x` and outside vmap."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    in_vmap = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if in_vmap or x.dtype not in accel.FLOATS:
         return False
-    return x.dtype in accel.FLOATS and (
-        _works_on(x.device.index) if x.is_cuda else accel.interpreted
-    )
+    return _works_on(x.device.index) if x.is_cuda else accel.interpreted
 
 
 def _works_on(index: int) -> bool:

@@ -110,7 +110,8 @@ class TextTable(DataSection):
         label = label_column(self, train.values)
         labels = self._labels(train, test, label, task)
         inputs = [table.language_inputs(names) for table in (train, test)]
-        used = {*names.values(), *([label] if isinstance(label, str) else label or ())}
+        label_columns = (label,) if isinstance(label, str) else label or ()
+        used = {*names.values(), *label_columns}
         columns = train.other_columns(used, self.client_column, self.unit_column)
         return Source(
             train=Table(inputs[0], labels.parts[0], columns),
