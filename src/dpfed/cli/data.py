@@ -57,7 +57,7 @@ def describe(
     from dpfed.training.job.notes import data_notes, data_warnings
     from dpfed.training.run_folder.label_counts import label_counts
 
-    # A client's own table needs no test set to be described.
+    # Read only the training records: a network client may have no test set.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source.train.labels, shards, len(source.classes))
@@ -89,7 +89,10 @@ def describe(
 
 
 def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
-    """Return the targets of training and test records; {} unless a language model is trained."""
+    """Return the counts of target tokens by table, "train" and "test".
+
+    Return {} unless a language model is trained.
+    """
     from dpfed.data.language import LANGUAGE_INPUTS
 
     model: Any = settings.model
@@ -151,7 +154,7 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def _label_line(source: Source, classes: str) -> str:
-    """Return the line on the labels; `classes` is the text for classes."""
+    """Return the line about the labels. `classes` is the line to use if labels are classes."""
     if source.task == "regress":
         return f"labels are numbers: {source.classes[0]}"
     if source.task == "multilabel":

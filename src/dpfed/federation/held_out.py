@@ -112,7 +112,11 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
 
 
 def _label_key(label: np.ndarray) -> str | np.ndarray:
-    """Return a class number as text, which older choices hashed, and other labels unchanged."""
+    """Return the value to hash for a label: a class number as text, any other label unchanged.
+
+    Earlier versions hashed class numbers as text. Another form would change the choice of held-out
+    records.
+    """
     return str(int(label)) if label.dtype.kind == "i" else label
 
 

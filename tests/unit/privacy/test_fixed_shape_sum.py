@@ -116,10 +116,10 @@ WAYS = ["plain", pytest.param("kernels", marks=with_triton)]
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
-        monkeypatch.setattr(matrices_module, "kernels_for", lambda rows: None)
+        monkeypatch.setattr(matrices_module, "kernels_for", lambda name, rows: None)
     else:
         monkeypatch.setattr(accel, "interpreted", DEVICE.type == "cpu")
-        assert matrices_module.kernels_for(torch.zeros(1, 1, device=DEVICE)) is not None
+        assert accel.kernels_for("rows", torch.zeros(1, 1, device=DEVICE)) is not None
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
@@ -224,12 +224,12 @@ def test_kernels_that_are_not_right_are_not_used(
 
     monkeypatch.setattr(accel, "interpreted", True)
     monkeypatch.setattr(row_kernels, "right", right)
-    matrices_module._checked_kernels.cache_clear()
+    accel._checked_kernels.cache_clear()
     rows = torch.tensor([[3.0, 4.0], [math.nan, 1.0]])
     assert row_norms([rows])[0].item() == 5.0
     joined = matrices_module.GradientMatrices([rows], [[0]], [2])
     joined.clear(torch.tensor([True, False]))
-    matrices_module._checked_kernels.cache_clear()
+    accel._checked_kernels.cache_clear()
     assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
@@ -239,8 +239,8 @@ def test_kernels_that_are_not_right_are_not_used(
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices_module, "_checked_kernels", MagicMock(side_effect=AssertionError))
-    assert matrices_module.kernels_for(torch.zeros(1, 1)) is None
+    monkeypatch.setattr(accel, "_checked_kernels", MagicMock(side_effect=AssertionError))
+    assert accel.kernels_for("rows", torch.zeros(1, 1)) is None
 
 
 def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
