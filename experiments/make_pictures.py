@@ -253,12 +253,12 @@ def draw_growth(found: dict[str, Any], theme: str, path: Path) -> None:
         left,
         colours,
         "A client costs less in company",
-        f"{found['model']}, LoRA {rank} · peak memory at each point",
+        f"{found['model']}, LoRA {rank} · peak GiB at each point",
     )
     titled(
         right,
         colours,
-        "Rank costs little, all weights cost more",
+        "Rank costs little",
         f"{found['device']}, one private local step",
     )
     right.xaxis.label.set_color(colours["ink"])
@@ -274,7 +274,7 @@ def growth_line(
     points = [(row[x], row[y]) for row in rows]
     axes.plot(*zip(*points, strict=True), "-o", color=colours["dp-fedadamw"], linewidth=2.2)
     for row, point in zip(rows, points, strict=True):
-        text = f"{row['peak_gib']:.1f} GiB" + (f"\n{row['trained']}" if x == "P" else "")
+        text = f"{row['peak_gib']:.1f}" + (f"\n{row['trained']}" if x == "P" else "")
         axes.annotate(
             text,
             point,

@@ -1,8 +1,14 @@
-// A field above each long table that hides the rows without the words typed.
+// Numbers in tables stay on one line, and a field above each long table hides the rows without the
+// words typed.
 document$.subscribe(() => {
-  for (const table of document.querySelectorAll("article table:not(.filtered)")) {
+  for (const table of document.querySelectorAll("article table:not([data-filter])")) {
     const rows = [...table.tBodies[0].rows];
-    table.classList.add("filtered");
+    // A class would take the theme's style off the table.
+    table.dataset.filter = "";
+    for (const cell of table.querySelectorAll("td")) {
+      const text = cell.textContent.trim();
+      if (text.length <= 16 && /^[-+−]?\d/.test(text)) cell.style.whiteSpace = "nowrap";
+    }
     if (rows.length < 20) continue;
     const field = document.createElement("input");
     field.type = "search";

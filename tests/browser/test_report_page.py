@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,9 @@ run.rounds=6 run.local_steps=2 run.diagnostics=true data.clients=20 run.particip
 privacy.budget=7
 """
 HOSTILE = '</script><img src=x onerror="document.title=1"><b>'
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 SCREENSHOTS = os.environ.get("DPFED_SCREENSHOTS")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = browser_path()
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install -y chromium")
-    with playwright.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +41,6 @@ def pages(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[st
     dpfed("report", *map(str, runs), "--out", str(found["operator"]))
     dpfed("report", *map(str, runs), "--public", "--out", str(found["public"]))
     return found
-
-
-def browser_path() -> str | None:
-    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
 def make_runs(folder: Path) -> list[Path]:

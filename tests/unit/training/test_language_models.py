@@ -30,7 +30,7 @@ from dpfed.training.callbacks.public_figures import public_result
 from dpfed.training.evaluation import evaluate, language_metrics, perplexity
 from dpfed.training.job.job import Job, prepare
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models" / "language.md"
 CHATS = [{"messages": chat("a b", "c")}, {"messages": chat("d", "e f", "g", "h")}] * 6
 TEST = [{"messages": chat("a", "c")}, {"messages": chat("b", "c d")}]
 COMPLETIONS = [{"prompt": "a b", "completion": "c"}, {"prompt": "d", "completion": "e f"}] * 6
