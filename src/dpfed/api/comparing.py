@@ -19,7 +19,8 @@ from dpfed.data.tables import Source
 from dpfed.errors import DpfedError, StoppedError, python_phrases, warn_user
 from dpfed.model.given_module import given_module
 from dpfed.registry import registry
-from dpfed.report.figures.plots import Curve, draw_accuracy
+from dpfed.report.figures.plots import Curve, draw_scores
+from dpfed.report.measures import ACCURACY, Measure
 from dpfed.report.page import write_page
 from dpfed.studies.in_process import InProcess
 from dpfed.studies.output import SEARCH, curves_of, failures, write
@@ -47,10 +48,11 @@ class Comparison:
     out: Path
     title: str
     _curves: tuple[Curve, ...] = field(default=(), repr=False)
+    _measure: Measure = field(default=ACCURACY, repr=False)
 
     @property
     def table(self) -> pandas.DataFrame:
-        """One row for each method: accuracy, difference, rates, epsilon and more.
+        """One row for each method: score, difference, rates, epsilon and more.
 
         Epsilon is that of one run. It does not include the search.
         """
@@ -62,11 +64,11 @@ class Comparison:
         return self._read(SEARCH)
 
     def plot(self) -> Any:
-        """Draw accuracy over rounds for each method; return the figure of matplotlib."""
+        """Draw the score over rounds for each method; return the figure of matplotlib."""
         from matplotlib import pyplot
 
         figure = pyplot.figure(layout="constrained")
-        draw_accuracy(figure, self._curves, self.title)
+        draw_scores(figure, self._curves, self.title, self._measure)
         return figure
 
     def report(self, path: str | Path, public: bool = False) -> Path:
@@ -171,7 +173,7 @@ class _Start:
         _tell_failures(results)
         several = len({row.row for row in table.rows}) > 1
         curves = curves_of(results, study.axis if several else "")
-        return Comparison(folder, table.title, tuple(curves))
+        return Comparison(folder, table.title, tuple(curves), table.measure)
 
     def _with_weights(self, study: Study, folder: Path, config: Config) -> Study:
         """Return the study with the folder of its weights, if the model is in memory.
