@@ -283,10 +283,9 @@ def check(study: Study, registry: Registry) -> None:
             f"{phrase('compare')} runs many times on the same records, which real noise would "
             'have to pay for each time: set run.noise = "seeded"'
         )
-    if study.seeds < 1:
-        raise DpfedError(f"{phrase('seeds')} {study.seeds} must be at least 1")
-    if study.search_seeds < 1:
-        raise DpfedError(f"{phrase('search seeds')} {study.search_seeds} must be at least 1")
+    for name, count in {"seeds": study.seeds, "search seeds": study.search_seeds}.items():
+        if type(count) is not int or count < 1:
+            raise DpfedError(f"{phrase(name)} {count!r} must be a whole number of at least 1")
     for arm in study.arms:
         config = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry)
         if to_dict(config)["model"].get("task") != study.base["model"].get("task"):

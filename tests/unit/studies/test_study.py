@@ -102,7 +102,7 @@ def test_a_study_of_one_seed_is_named_as_before_there_were_several() -> None:
     plain = study()
     assert "search_seeds" not in plain.asked
     assert dataclasses.replace(plain, search_seeds=2).asked == {**plain.asked, "search_seeds": 2}
-    with pytest.raises(DpfedError, match="--search-seeds 0 must be at least 1"):
+    with pytest.raises(DpfedError, match="--search-seeds 0 must be a whole number of at least 1"):
         check(dataclasses.replace(plain, search_seeds=0), registry())
 
 

@@ -146,14 +146,18 @@ def _given(data: Any, part: str) -> _Given:
         )
     tables = {name: columns_of(value, f"train[{name!r}]") for name, value in clients.items()}
     first, *_ = tables.values()
+    label = pick(first, LABELS) or next(iter(first))
     for name, table in tables.items():
+        if len(next(iter(table.values()))) == 0:
+            raise DpfedError(f"train[{name!r}] has no records: leave this client out")
         if table.keys() != first.keys():
             raise DpfedError(
                 f"train[{name!r}] has the columns {', '.join(table)}, and the first client has "
                 f"{', '.join(first)}: give every client the same columns"
             )
+    for key in first:
+        _refuse_other_shapes({name: table[key] for name, table in tables.items()}, key)
     columns = {key: joined([table[key] for table in tables.values()]) for key in first}
-    label = pick(first, LABELS) or next(iter(first))
     owners = [name for name, table in tables.items() for _ in range(len(table[label]))]
     columns[CLIENT] = np.array(owners)
     stated = {_class_names(value) for value in clients.values()}
@@ -161,6 +165,18 @@ def _given(data: Any, part: str) -> _Given:
     stated_sets = {set_names(value, label) for value in clients.values()}
     sets = stated_sets.pop() if len(stated_sets) == 1 else ()
     return _Given(columns, part, names, sets, tuple(clients))
+
+
+def _refuse_other_shapes(values: Mapping[str, Any], column: str) -> None:
+    """Raise DpfedError if the arrays of the clients have records of different shapes."""
+    shapes = {name: np.shape(part)[1:] for name, part in values.items() if hasattr(part, "shape")}
+    for name, shape in shapes.items():
+        first = next(iter(shapes))
+        if shape != shapes[first]:
+            raise DpfedError(
+                f"{column} of a record of train[{name!r}] has shape {shape}, and of "
+                f"train[{first!r}] {shapes[first]}: give every client records of one shape"
+            )
 
 
 def _labels(

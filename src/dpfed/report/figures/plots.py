@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.accounting.tradeoff import (
     attack_rates,
@@ -190,10 +190,10 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def single_plot(path: Path, inches: tuple[float, float], option: str = "--plot") -> Any:
+def single_plot(path: Path, inches: tuple[float, float], option: str = "") -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
-        raise DpfedError(f"{option} {path} must end in .png or .svg")
+        raise DpfedError(f"{option or phrase('plot')} {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
 
 
