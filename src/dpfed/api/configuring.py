@@ -82,6 +82,8 @@ def configured(
     useful without training, because they were made to be compared directly.
     """
     given = with_natural_clients(given, source)
+    if source.task == "multilabel":
+        given = overlay(dict(given), {"model": {"task": source.task}})
     known = registry()
     table = _model_table(given, model, source.kind)
     own = overlay(defaults(given, epsilon), given)

@@ -58,8 +58,8 @@ class Terms(TypedDict, total=False):
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
         task: "regress" for labels that are numbers, "multilabel" for several classes of a record,
-            "causal" for the next token of texts. "auto", the default, is one class, or the next
-            token of data without labels.
+            "causal" for the next token of texts. "auto", the default, is "multilabel" for lists of
+            names, "causal" for data without labels, and else one class of each record.
         class_weights: Factor of the loss of each class; public constants.
         classes: Class names in the order of their numbers, or their count; default: from labels.
         tokenizer: Tokenizer of a language model in memory.

@@ -129,9 +129,11 @@ def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str
     return {key: value for key, value in planned.items() if setting(tables, key) is None}
 
 
-def task_of(given: Mapping[str, Any]) -> LabelTask:
-    """Return what a label is, by the key model.task."""
+def task_of(given: Mapping[str, Any]) -> LabelTask | None:
+    """Return what a label is, by the key model.task; None if the labels themselves decide."""
     task = setting(given, "model.task")
+    if task in (None, "auto"):
+        return None
     return task if task in ("regress", "multilabel") else "classify"
 
 

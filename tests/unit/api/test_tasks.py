@@ -190,6 +190,21 @@ def test_tune_finds_the_best_score_of_numbers(tmp_path: Path) -> None:
     assert found.trials["score"].max() == found.best.result["test_r2"]
 
 
+def test_lists_of_names_are_several_labels_without_a_task(tmp_path: Path) -> None:
+    """Lists of 0 and 1 could also be one class of a record, so they need `task`."""
+    names = np.array(["a", "b", "c"])
+    lists = [names[row > 0].tolist() for row in FLAGS.to_numpy()]
+    assert [] in lists
+    run, stated = (
+        train(tmp_path / str(task), lists, task, rounds=1) for task in (None, "multilabel")
+    )
+    assert run.result["task"] == "multilabel"
+    assert run.classes == ("a", "b", "c")
+    assert run.metrics == stated.metrics
+    with pytest.raises(DpfedError, match='for a record, set task = "multilabel"'):
+        train(tmp_path / "other", lists, "classify")
+
+
 def compared(out: Path, y: Any, task: Any, algorithms: list[str], **keys: Any) -> dpfed.Comparison:
     settings = {"run.local_steps": 2, "privacy.sigma": 0.5, "privacy.batch": 8.0}
     return dpfed.compare(

@@ -82,7 +82,7 @@ def source_of(
     train: Any,
     test: Any,
     classes: Sequence[str] | int | None = None,
-    task: LabelTask = "classify",
+    task: LabelTask | None = "classify",
 ) -> Source:
     """Return a source of a training and a test table with the same columns.
 
@@ -90,11 +90,12 @@ def source_of(
     test     public records
     classes  names of the classes in the order of their numbers, or the number of classes;
              None for the classes that occur in the tables
-    task     what a label is
+    task     what a label is; None: "multilabel" for labels that are lists of names, else "classify"
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
     private, public = _given(train, "train"), _given(test, "test")
+    task = task or ("multilabel" if _has_lists_of_names(private) else "classify")
     labels = _labels(private, public, classes, task)
     first, kind = _table(private, labels.parts[0])
     second, other = _table(public, labels.parts[1])
@@ -235,6 +236,18 @@ def _other_labels(
 def _only(value: Any) -> Any:
     """Return the number in a list of one number, and any other value unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _has_lists_of_names(given: _Given) -> bool:
+    """Return True if the label of each record is a list of class names."""
+    label = pick(given.columns, LABELS)
+    if label is None or has_columns(given.columns[label]):
+        return False
+    rows = list(given.columns[label])
+    if not all(isinstance(row, list | tuple | set | frozenset) for row in rows):
+        return False
+    names = [name for row in rows for name in row]
+    return bool(names) and all(isinstance(name, str) for name in names)
 
 
 def _has_no_labels(given: _Given) -> bool:
