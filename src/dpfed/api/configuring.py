@@ -160,6 +160,10 @@ def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, A
         table["weights"] = str(model)
     elif is_plain_module(model):
         table = {"name": "given", "weights": "given"}
+        learns = [name for name, x in model.named_parameters() if x.requires_grad]
+        some_are_frozen = 0 < len(learns) < len(list(model.parameters()))
+        if some_are_frozen and setting(given, "model.train") is None:
+            table["train"] = learns
     else:
         table["weights"] = "given"
     for key, value in table.items():

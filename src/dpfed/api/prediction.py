@@ -91,8 +91,8 @@ def continued(
     """
     if isinstance(prompts, str) or any(not isinstance(p, str | list | tuple) for p in prompts):
         raise DpfedError("prompts must be a list of texts, or a list of chats: lists of messages")
-    if new_tokens < 1:
-        raise DpfedError(f"max_new_tokens = {new_tokens} must be at least 1")
+    if type(new_tokens) is not int or new_tokens < 1:
+        raise DpfedError(f"max_new_tokens = {new_tokens!r} must be a whole number of at least 1")
     limit = getattr(inner_config(model), "max_position_embeddings", None)
     tokens = section.prompt_ids(prompts)
     for i, ids in enumerate(tokens):

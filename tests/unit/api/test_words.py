@@ -111,10 +111,11 @@ def test_keys_become_keywords(
 
 
 def test_arrays_are_class_weights_and_columns_of_a_frame(tmp_path: Path) -> None:
-    """A tensor of weights is a list of numbers. A column of rows is a matrix."""
+    """A tensor of weights is a list of numbers. Columns may be rows, or labels of shape (n, 1)."""
     frame = pandas.DataFrame({"features": list(X), "label": Y})
+    column = Y[:, None]
     weights = (np.array([1.0, 3.0]), torch.tensor([1.0, 3.0]), [1.0, 3.0])
-    for number, data in enumerate((frame, (X, Y), (X, Y))):
+    for number, data in enumerate((frame, (X, Y), (X, column))):
         run = train(tmp_path / str(number), data=data, class_weights=weights[number])
         if number == 0:
             first = run

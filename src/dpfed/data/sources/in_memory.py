@@ -281,6 +281,8 @@ def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
     columns, part = given.columns, given.part
     label = _label_name(given)
     labels = array_of(columns[label])
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
     if labels.ndim != 1 or len(labels) == 0 or isinstance(labels[0], list | set | np.ndarray):
         raise DpfedError(
             f"the column {label} of {part} must be a non-empty list with one label for each "
