@@ -85,9 +85,9 @@ def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
         return words.get(key, key.removeprefix("algorithm."))
 
     keys = "|".join(map(re.escape, words))
-    # A key in quotes or brackets is an entry of `settings`.
+    # A key in quotes or brackets is an entry of `settings`, and one after a slash is a file.
     sentence = re.sub(
-        rf"(?<![\w.'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
+        rf"(?<![\w./'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
     )
     return re.sub(r"= (true|false)\b", lambda match: f"= {match[1].capitalize()}", sentence)
 
@@ -103,20 +103,17 @@ def refuse_unknown(call: str, names: Iterable[str], known: Sequence[str]) -> Non
 def refuse_arguments(
     out: Any, callbacks: Any = (), progress: Any = True, resume: Any = False
 ) -> None:
-    """Raise DpfedError for an argument of a type that the run would only find later."""
+    """Raise DpfedError for an argument of a wrong type."""
     if out is not None and not isinstance(out, str | os.PathLike):
         raise DpfedError(f"out must be the path of a folder, not {type(out).__name__}")
     for name, value in {"resume": resume, "progress": progress}.items():
         if not isinstance(value, bool):
             raise DpfedError(f"{name} = {value!r:.60} must be True or False")
-    members = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    for member in members:
-        if not isinstance(member, Callback):
-            shown = member.__name__ if isinstance(member, type) else type(member).__name__
-            kind = "the class " if isinstance(member, type) else ""
-            raise DpfedError(
-                f"callbacks must be a list of objects of subclasses of dpfed.Callback, "
-                f"not {kind}{shown}"
-            )
     if not isinstance(callbacks, Sequence):
-        raise DpfedError("callbacks must be a list: put the callback into brackets")
+        raise DpfedError(f"callbacks must be a list of callbacks, not {type(callbacks).__name__}")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise DpfedError(
+                "callbacks must be objects of subclasses of dpfed.Callback, "
+                f"not {getattr(callback, '__name__', type(callback).__name__)}"
+            )
