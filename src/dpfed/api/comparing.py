@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
-from dpfed.api.configuring import configured, is_plain_module
-from dpfed.api.memory_model import identity_of, model_beside, refuse_tokenizer
+from dpfed.api.configuring import is_plain_module, prepared
+from dpfed.api.memory_model import identity_of, model_beside
 from dpfed.api.options import Switches, Terms, listing
-from dpfed.api.settings import tables_of, task_of
 from dpfed.api.words import python_words, refuse_arguments, refuse_unknown
 from dpfed.config import to_dict
-from dpfed.data.sources.in_memory import given_source, source_of
+from dpfed.data.sources.in_memory import given_source
 from dpfed.errors import DpfedError, StoppedError, warn_user
 from dpfed.model.given_module import given_module
 from dpfed.registry import registry
@@ -128,36 +127,25 @@ def compare(
     Mistakes raise `dpfed.DpfedError`. A method that fails is a warning and a row without accuracy.
     """
     with python_words(options, model):
-        _refuse_other(options)
+        _refuse_keywords(options)
         refuse_arguments(out, progress=progress)
-        refuse_tokenizer(model, options.get("tokenizer"))
         about = None if isinstance(model, str) else f"{type(model).__name__} on given records"
-        question = Question(
-            _names(algorithms, preset), _texts(rates), preset, seeds, search_seeds, about
-        )
-        given = tables_of(options)
-        source = source_of(train, test, options.get("classes"), task_of(given))
-        config = configured(given, options.get("epsilon", "auto"), model, source)
-        study = study_from(config, question, registry())
-        study = dataclasses.replace(study, given=identity_of(model, source))
+        names = _names(algorithms, preset)
+        question = Question(names, _texts(rates), preset, seeds, search_seeds, about)
+        source, config = prepared(model, train, test, options)
+        study = study_from(config, question, registry(), identity_of(model, source))
         check(study, registry())
-        folder = Path(out) if out is not None else Path("runs") / study.name
+        folder = Path(out or Path("runs") / study.name)
         with (
             model_beside(model, options.get("tokenizer"), folder, config, STUDY) as config,
             given_module(model if is_plain_module(model) else None),
             given_source(source),
         ):
-            study = dataclasses.replace(study, base=to_dict(config))
-            results = _results(study, folder, progress)
-        table = write(study, results, folder)
-        _tell_failures(results)
-        several = len({row.row for row in table.rows}) > 1
-        curves = curves_of(results, study.axis if several else "")
-        return Comparison(folder, table.title, tuple(curves), table.measure)
+            return _finished(dataclasses.replace(study, base=to_dict(config)), folder, progress)
 
 
-def _results(study: Study, folder: Path, progress: bool) -> list[ArmResult]:
-    """Run the study, and return the results of its arms."""
+def _finished(study: Study, folder: Path, progress: bool) -> Comparison:
+    """Run the study, write its files, and return it."""
     _, gpus = default_workers(str(study.base["run"]["device"]))
     packing = Packing(pack_size("auto", gpus), 1)
     watch: dict[str, Callable[[EndedRun], None]] = {}
@@ -165,10 +153,15 @@ def _results(study: Study, folder: Path, progress: bool) -> list[ArmResult]:
         stack.enter_context(claim(folder, study, force=False))
         if progress:
             watch["on_run"] = stack.enter_context(StudyWatch()).run
-        return conduct(study, folder, InProcess(), registry(), packing=packing, **watch)
+        results = conduct(study, folder, InProcess(), registry(), packing=packing, **watch)
+    table = write(study, results, folder)
+    _tell_failures(results)
+    several = len({row.row for row in table.rows}) > 1
+    curves = curves_of(results, study.axis if several else "")
+    return Comparison(folder, table.title, tuple(curves), table.measure)
 
 
-def _refuse_other(options: Mapping[str, Any]) -> None:
+def _refuse_keywords(options: Mapping[str, Any]) -> None:
     """Raise DpfedError for a keyword that `compare` does not have."""
     for name in options:
         if name in get_type_hints(Switches):

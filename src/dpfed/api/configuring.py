@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from dpfed.api.settings import setting
+from dpfed.api.settings import setting, tables_of, task_of
 from dpfed.config import Config, build, nearest, overlay
 from dpfed.config.key_history import ADDED
-from dpfed.data.sources.in_memory import CLIENT
+from dpfed.data.sources.in_memory import CLIENT, source_of
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.text import is_pooled
@@ -68,6 +68,15 @@ def calibrated(given: Mapping[str, Any], epsilon: float | str | None) -> bool:
     if setting(given, "privacy.enabled") is False or setting(given, "privacy.sigma") is not None:
         return False
     return epsilon == "auto" or setting(given, "privacy.target_epsilon") is not None
+
+
+def prepared(
+    model: Any, train: Any, test: Any, options: Mapping[str, Any]
+) -> tuple[Source, Config]:
+    """Return the records and the checked configuration of a call."""
+    given = tables_of(options)
+    source = source_of(train, test, options.get("classes"), task_of(given))
+    return source, configured(given, options.get("epsilon", "auto"), model, source)
 
 
 def configured(

@@ -7,23 +7,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Unpack
 
-from dpfed.api.configuring import as_begun, configured, is_plain_module
+from dpfed.api.configuring import as_begun, is_plain_module, prepared
 from dpfed.api.memory_model import (
     base_folder,
     identity_of,
     model_beside,
     refuse_other_records,
-    refuse_tokenizer,
     write_identity,
 )
 from dpfed.api.options import Options, listing
-from dpfed.api.settings import tables_of, task_of
+from dpfed.api.settings import tables_of
 from dpfed.api.trained_model import TrainedModel
 from dpfed.api.words import in_python, python_words, refuse_arguments
 from dpfed.config import Config
-from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, warn_user
+from dpfed.errors import warn_user
 from dpfed.model.given_module import given_module
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.callbacks.progress import ProgressDisplay
@@ -68,22 +66,13 @@ def fine_tune(
     """
     with python_words(options, model):
         refuse_arguments(out, callbacks, progress, resume)
-        refuse_tokenizer(model, options.get("tokenizer"))
-        given = tables_of(options)
-        source = source_of(train, test, options.get("classes"), task_of(given))
-        config = configured(given, options.get("epsilon", "auto"), model, source)
-        if out is None and resume:
-            raise DpfedError("resume = True needs out, the folder of the run that goes on")
+        source, config = prepared(model, train, test, options)
         folder = fresh_folder(config) if out is None else Path(out)
         if resume:
-            config = as_begun(config, given, folder)
+            config = as_begun(config, tables_of(options), folder)
         resume = resume and _has_begun(folder, model)
-        identity = identity_of(None, source)
-        if resume:
-            refuse_other_records(folder, identity)
-        else:
+        if not resume:
             refuse_occupied(folder, force=False)
-        watchers = [*callbacks, OnStart(lambda job: write_identity(folder, identity))]
         module = model if is_plain_module(model) else None
         metric = options.get("metric")
         with (
@@ -91,7 +80,7 @@ def fine_tune(
             given_metric(metric if callable(metric) else None),
             given_module(module),
         ):
-            result = _trained(config, folder, source, resume, watchers, progress)
+            result = _trained(config, folder, source, resume, callbacks, progress)
         return TrainedModel(folder, result, module)
 
 
@@ -111,12 +100,15 @@ def _trained(
 ) -> Mapping[str, Any]:
     """Train, and return the result. With `resume`, continue the run in the folder."""
     mode: Mode = "resume" if resume else "new"
+    identity = identity_of(None, source)
     if resume:
+        refuse_other_records(folder, identity)
         stored = read_result(folder)
         if stored.get("state") == "finished" and not changes(folder, config):
             return stored
     with ExitStack() as stack:
-        watchers = [*callbacks, OnStart(lambda job: warn_user(in_python(job.warnings)))]
+        watchers = [*callbacks, OnStart(lambda job: write_identity(folder, identity))]
+        watchers.append(OnStart(lambda job: warn_user(in_python(job.warnings))))
         if progress:
             display = ProgressDisplay(config.run.rounds, show_warnings=False)
             watchers.insert(0, stack.enter_context(display))

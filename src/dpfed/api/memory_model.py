@@ -1,4 +1,4 @@
-"""Models that a program holds in memory: save them beside a run, with what was spent on them."""
+"""Models and records that a program holds in memory: what of them is stored with a run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import numpy as np
 from safetensors.torch import save_file
 
 from dpfed.api.configuring import is_plain_module
-from dpfed.config import Config
+from dpfed.config import Config, load, to_toml
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.hub import HubSilentError
+from dpfed.privacy.ledger.private_files import restrict_tree
+from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import checked, record_of, write_record
-from dpfed.training.run_folder.atomic_file import write_file
-from dpfed.training.run_folder.files import read_object
+from dpfed.training.run_folder.atomic_file import short_errors, write_file
+from dpfed.training.run_folder.files import CHECKPOINTS, CONFIG, read_object
+from dpfed.training.run_folder.folder import LOCK, refuse_occupied
 
 # Attribute of a model in memory that holds the spending record of its training.
 SPENT = "dpfed_spending"
@@ -59,6 +62,7 @@ def model_beside(
     begun   name of the file that the folder has after the beginning
     resume  True to use the weights that an earlier call has saved
     """
+    refuse_tokenizer(model, tokenizer)
     if isinstance(model, str | Path):
         yield config
         return
@@ -173,3 +177,27 @@ def _add(hash: Any, name: str, array: np.ndarray) -> None:
         hash.update(repr(array.tolist()).encode())
     else:
         hash.update(np.ascontiguousarray(array).tobytes())
+
+
+def copy_run(source: Path, out: Path) -> None:
+    """Copy a run folder to the new folder `out`, without checkpoints.
+
+    If the run began with a model in memory, its weights are copied to a folder beside `out`.
+    """
+    refuse_occupied(out, force=False)
+    config = load(source / CONFIG, [], registry())
+    base = base_folder(source)
+    begins_here = config.model.weights is not None and Path(config.model.weights) == base
+    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK)
+    with short_errors(out):
+        shutil.copytree(source, out, ignore=leave_out, dirs_exist_ok=True)
+        restrict_tree(out)
+        if not begins_here:
+            return
+        shutil.copytree(base, base_folder(out))
+    model = replace(config.model, weights=str(base_folder(out)))
+    comments = [
+        line for line in (out / CONFIG).read_text(encoding="utf-8").splitlines() if line[:1] == "#"
+    ]
+    text = "\n".join([*comments, to_toml(replace(config, model=model))])
+    write_file(out / CONFIG, lambda file: file.write(text.encode()))

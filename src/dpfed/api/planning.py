@@ -55,15 +55,12 @@ def plan(
         The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.configuration` has
         the tables of a configuration.
     """
-    releases = releases_of(algorithm)
     numbers = {"rounds": rounds, "local_steps": local_steps, "epsilon": epsilon, "delta": delta}
-    uses: dict[str, Any] = {"batches": releases.batches, "releases": releases.releases}
-    uses["algorithm"] = algorithm
     with python_words():
-        sizes = _sizes(records)
-        federation = federation_of(
-            sizes, clients, cohort, max_records=max_records, **numbers, **uses
-        )
+        releases = releases_of(algorithm)
+        uses: dict[str, Any] = {"batches": releases.batches, "releases": releases.releases}
+        uses |= {"algorithm": algorithm, "max_records": max_records}
+        federation = federation_of(_sizes(records), clients, cohort, **numbers, **uses)
         found = plan_federation(federation, try_rounds, try_local_steps)
         if plot is not None:
             from dpfed.report.figures.plan_plot import noise_over_batch

@@ -14,9 +14,8 @@ from torch import nn
 
 from dpfed.api.configuring import is_plain_module
 from dpfed.api.history import history_of
-from dpfed.api.memory_model import SPENT
+from dpfed.api.memory_model import SPENT, copy_run
 from dpfed.api.prediction import Predictor, continued
-from dpfed.api.stored_run import copy_run
 from dpfed.api.words import in_python, python_words
 from dpfed.data.memory_inputs import unlabelled_inputs
 from dpfed.errors import DpfedError, counted, phrase

@@ -103,12 +103,14 @@ def refuse_unknown(call: str, names: Iterable[str], known: Sequence[str]) -> Non
 def refuse_arguments(
     out: Any, callbacks: Any = (), progress: Any = True, resume: Any = False
 ) -> None:
-    """Raise DpfedError for an argument of a wrong type."""
+    """Raise DpfedError for an argument of a wrong type, and for `resume` without `out`."""
     if out is not None and not isinstance(out, str | os.PathLike):
         raise DpfedError(f"out must be the path of a folder, not {type(out).__name__}")
     for name, value in {"resume": resume, "progress": progress}.items():
         if not isinstance(value, bool):
             raise DpfedError(f"{name} = {value!r:.60} must be True or False")
+    if resume and out is None:
+        raise DpfedError("resume = True needs out, the folder of the run that goes on")
     if not isinstance(callbacks, Sequence):
         raise DpfedError(f"callbacks must be a list of callbacks, not {type(callbacks).__name__}")
     for callback in callbacks:

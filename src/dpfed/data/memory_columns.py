@@ -37,7 +37,7 @@ def client_data(data: Any) -> dict[str, Any]:
         named = {str(name): value for name, value in data.items()}
         if set(named) & set(LABELS) or not all(map(_is_data_set, named.values())):
             return {}
-        if set(named) <= set(SPLITS):
+        if named and set(named) <= set(SPLITS):
             raise DpfedError(
                 f"train has the splits {', '.join(named)}, which are no clients: give one of them, "
                 f"such as data[{next(iter(named))!r}]"
