@@ -40,12 +40,12 @@ class Records:
     """The features of a job's records as its linear model reads them, with their norms."""
 
     def __init__(self, job: Job) -> None:
-        (inputs,) = job.records.inputs.values()
-        scale = 1 / job.spec.white if job.spec.kind == "image" else 1.0
+        (inputs,) = job.private.records.inputs.values()
+        scale = 1 / job.public.spec.white if job.public.spec.kind == "image" else 1.0
         self.x = inputs.flatten(1).float() * scale
         self.norms = (torch.linalg.vector_norm(self.x, dim=1).square() + 1).sqrt()
-        self.labels = job.records.labels
-        self.classes = len(job.classes)
+        self.labels = job.private.records.labels
+        self.classes = len(job.public.classes)
 
 
 class JointOracle:
@@ -66,7 +66,7 @@ class JointOracle:
         noise = torch.empty(theta.shape[-1])
         for s, client in enumerate(self._cohort):
             units = next(self._batches[s])
-            rows, _ = self._job.shards.slots(client, units)
+            rows, _ = self._job.private.shards.slots(client, units)
             out[:, s] = self._sums(theta[:, s], torch.from_numpy(rows))
             self._noise[s].fill(noise)
             out[:, s] += self._job.plan.noise_std(client) * noise

@@ -84,10 +84,10 @@ def read_tasks() -> list[Task]:
 def save_features(config: Config, file: Path) -> None:
     """Write the frozen model's features of all records, in the layout of the source `npz`."""
     job = prepare(config)
-    if job.raw_inputs is None:
+    if job.private.raw_inputs is None:
         raise DpfedError("this configuration has no frozen features: set model.train = head")
     arrays = {}
-    for part, records in (("train", job.records), ("test", job.test)):
+    for part, records in (("train", job.private.records), ("test", job.public.test)):
         (features,) = records.inputs.values()
         arrays[f"x_{part}"] = features.float().numpy()
         arrays[f"y_{part}"] = records.labels.numpy()

@@ -31,7 +31,7 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 
 def releases_of(algorithm: str) -> Releases:
-    """Return how often one local step of the algorithm uses the oracle, with its defaults."""
+    """Return the batches and releases of one local step of the algorithm, with its default keys."""
     known = algorithms()
     if algorithm not in known:
         raise DpfedError(f"the algorithm {algorithm} is not known{nearest(algorithm, known)}")

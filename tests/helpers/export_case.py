@@ -120,7 +120,7 @@ def own_logits(folder: Path, source: Any = None) -> tuple[dict[str, Tensor], Ten
     stored = load_file(folder / "model.safetensors")
     assert set(stored) == set(job.space.names)
     theta = job.space.flatten(stored)
-    inputs, _ = job.test.take(torch.arange(len(job.test.labels)))
+    inputs, _ = job.public.test.take(torch.arange(len(job.public.test.labels)))
     scores = job.model.scores(theta, inputs)
     # The weights have changed.
     assert not torch.equal(scores, job.model.scores(job.theta, inputs))

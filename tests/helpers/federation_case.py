@@ -70,7 +70,7 @@ def source_of(job: Job, client: int) -> Source:
     """Return the records of client i of the simulation, in the same order."""
     loader: Any = job.config.data
     whole: Source = loader.load()
-    rows = job.shards.of(client)
+    rows = job.private.shards.of(client)
     inputs = {name: x[rows] for name, x in whole.train.inputs.items()}
     return replace(whole, train=Table(inputs, whole.train.labels[rows]))
 

@@ -230,7 +230,7 @@ def read_checkpoint(folder: Path) -> None:
     if saved is None:
         raise DpfedError("; ".join(said))
     memory.gather(range(3), CPU)
-    checkpoints.save(saved.progress, saved.taken, wait=True)
+    checkpoints.save(saved.progress, saved.rounds_taken, wait=True)
 
 
 def read_resealed(folder: Path) -> None:

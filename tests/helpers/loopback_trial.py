@@ -168,7 +168,7 @@ class Trial:
         """Write client.toml and the client's own records, in the order of the simulation."""
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        rows = job.shards.of(i)
+        rows = job.private.shards.of(i)
         own = {key: value[rows] if key.endswith("train") else value for key, value in whole.items()}
         np.savez(home / "own.npz", **own)
         raw: dict[str, Any] = {

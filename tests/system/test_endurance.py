@@ -113,7 +113,7 @@ def late_budget(trial: Trial) -> float:
     step = Mechanism("poisson", rate, trial.raw["privacy"]["sigma"])
     steps = trial.raw["run"]["local_steps"]
     rounds = (LATE_ROUNDS, LATE_ROUNDS + 1)
-    least, most = (epsilon([(step, n * steps)], DELTA).value for n in rounds)
+    least, most = (epsilon([(step, n * steps)], DELTA) for n in rounds)
     return (least + most) / 2
 
 
@@ -144,7 +144,7 @@ def check_ledgers(trial: Trial, budgets: dict[str, float]) -> None:
         with Ledger.open(trial.ledger(name), client=name, readonly=True) as ledger:
             rows, head = heads[str(i)]
             ledger.check_head((rows, head))
-            spent = epsilon(ledger.history(name), DELTA).value
+            spent = epsilon(ledger.history(name), DELTA)
         trial.check(spent <= budgets[name], f"{name} spent {spent} of {budgets[name]}")
     trial.check(len(trial.rounds(LATE)) == LATE_ROUNDS, f"{LATE}: {trial.rounds(LATE)}")
     trial.check("above policy.max_epsilon" in trial.log("server"), f"{LATE} refused no round")

@@ -95,7 +95,7 @@ def test_training_continues_from_an_export(merge: bool, tmp_path: Path) -> None:
     section = {"name": "auto-text", "max_length": 5, "train": "lora", **start}
     job = prepare(settings(section, **PLAIN), texts())
     _, before = own_logits(tmp_path / "run", texts())
-    after = job.model.scores(job.theta, job.test.inputs)
+    after = job.model.scores(job.theta, job.public.test.inputs)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
 
 

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfed.errors import reason
+
 LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
 # The dtypes that the kernels accept.
@@ -39,7 +41,7 @@ _tried: set[object] = set()
 
 
 def usable(x: Tensor) -> bool:
-    """Return True if kernels can be used for `x` on its device and in its dtype; False in vmap.
+    """Return True if kernels can be used for the device and dtype of `x`. Return False in vmap.
 
     The first call on a device checks the kernels, which is impossible during a CUDA graph capture.
     During a capture, the result for an unchecked device is therefore False.
@@ -104,22 +106,23 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
 
     If `right` returns False or raises an error, log a warning and return False. Only an
     out-of-memory error is raised again.
-    `right` runs in a new thread, because the caller may have switched gradients off.
-    `right` must not compute gradients on a GPU: the caller may be PyTorch's thread for such
-    gradients, which would then wait for itself.
+
+    `right` runs in a new thread, because the caller may have switched gradients off. `right` must
+    not compute gradients on a GPU: the caller may be PyTorch's thread for such gradients, which
+    would then wait for itself.
     """
     try:
         with ThreadPoolExecutor(1) as pool:
             if pool.submit(right).result():
                 return True
-        reason = "they give other numbers"
+        failure = "they give other numbers"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         # Without triton or a compiler, or on an unknown GPU, the run continues without kernels.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        failure = reason(error)
     LOG.warning(
-        "%s are not used on %s, so steps take longer than they could: %s", which, device, reason
+        "%s are not used on %s, so steps take longer than they could: %s", which, device, failure
     )
     return False
 

@@ -6,20 +6,19 @@ kernels of `accel.rows` where these kernels are usable, and plain PyTorch elsewh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from dpfed.accel import passes_check, usable
+from dpfed.accel import kernels_for
 
 ALIGNED = 64
 # A tensor with at least this many columns forms a matrix alone, without other tensors. The
 # additional kernel launches cost less than a copy of the tensor.
 LARGE = 2**15
+# Number of columns in a piece of a row.
 PIECE = 256
 
 
@@ -49,7 +48,7 @@ class GradientMatrices:
         other rows must be finite; they do not change.
         """
         for rows in self.matrices:
-            kernels = kernels_for(rows)
+            kernels = kernels_for("rows", rows)
             if kernels is None:
                 rows.nan_to_num_(0.0, 0.0, 0.0)
             else:
@@ -74,9 +73,9 @@ class GradientMatrices:
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
     """Return a list of tensor indices per matrix: large tensors alone, the others together."""
-    alone = [i for i, g in enumerate(grads) if _is_matrix(g)]
+    alone = [[i] for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
-    return [*([i] for i in alone), *([together] if together else [])]
+    return [*alone, together] if together else alone
 
 
 def _is_matrix(grad: Tensor) -> bool:
@@ -97,17 +96,17 @@ def matrix_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Cut each row into pieces of equal length and return each piece's sum of squares.
+    """Return sums of squares, `[M, pieces]`, of the pieces into which each row is cut.
 
-    The result is `[M, pieces]`. The squared norm of a row is the sum of its pieces' results.
+    The squared norm of a row is the sum over its pieces.
     """
-    kernels = kernels_for(rows)
+    kernels = kernels_for("rows", rows)
     squares: Tensor = piece_squares(rows) if kernels is None else kernels.squares(rows)
     return squares
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Compute `row_squares` by plain PyTorch, with pieces of 256 numbers.
+    """Return `row_squares` in plain PyTorch, with pieces of 256 numbers.
 
     The norm of a piece is computed in float64 for float64 rows, else in float32. The square of
     the norm is float64.
@@ -118,25 +117,6 @@ def piece_squares(rows: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(pieces, dim=2, dtype=precision)
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True, dtype=precision)
     return torch.cat([norms, rest], dim=1).double().square()
-
-
-def kernels_for(rows: Tensor) -> ModuleType | None:
-    """Return the module `accel.rows` if its kernels can be used for these rows, else None."""
-    return _checked_kernels(rows.device, rows.dtype) if usable(rows) else None
-
-
-@functools.cache
-def _checked_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """Return the module `accel.rows`, or None if its kernels fail their check.
-
-    The check runs once per device and dtype.
-    """
-    from dpfed.accel import rows
-
-    right = passes_check(
-        "kernels over rows of gradients", device, lambda: rows.right(device, dtype)
-    )
-    return rows if right else None
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:

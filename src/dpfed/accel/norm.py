@@ -29,14 +29,14 @@ def _forward(x, weight, bias, y, mean, rstd, rows, width, eps, R: tl.constexpr, 
     has = (row[:, None] < rows) & (col[None, :] < width)
     at = row[:, None] * width + col[None, :]
     value = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
-    middle = tl.sum(value, axis=1) / width
-    apart = tl.where(has, value - middle[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(apart * apart, axis=1) / width + eps)
+    row_mean = tl.sum(value, axis=1) / width
+    centered = tl.where(has, value - row_mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / width + eps)
     w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
     b = tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)
-    out = apart * scale[:, None] * w[None, :] + b[None, :]
+    out = centered * scale[:, None] * w[None, :] + b[None, :]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=has)
-    tl.store(mean + row, middle, mask=row < rows)
+    tl.store(mean + row, row_mean, mask=row < rows)
     tl.store(rstd + row, scale, mask=row < rows)
 
 
@@ -47,14 +47,14 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
     has = (row[:, None] < rows) & (col[None, :] < width)
     at = row[:, None] * width + col[None, :]
     scale = tl.load(rstd + row, mask=row < rows, other=0.0)
-    middle = tl.load(mean + row, mask=row < rows, other=0.0)
+    row_mean = tl.load(mean + row, mask=row < rows, other=0.0)
     w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=has, other=0.0).to(tl.float32) * w[None, :]
     value = tl.load(x + at, mask=has, other=0.0).to(tl.float32)
-    standard = tl.where(has, (value - middle[:, None]) * scale[:, None], 0.0)
-    along = tl.sum(g * standard, axis=1) / width
+    standard = tl.where(has, (value - row_mean[:, None]) * scale[:, None], 0.0)
+    projection = tl.sum(g * standard, axis=1) / width
     shift = tl.sum(g, axis=1) / width
-    found = (g - standard * along[:, None] - shift[:, None]) * scale[:, None]
+    found = (g - standard * projection[:, None] - shift[:, None]) * scale[:, None]
     tl.store(out + at, found.to(out.dtype.element_ty), mask=has)
 
 

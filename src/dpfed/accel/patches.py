@@ -44,16 +44,16 @@ def _columns(
     plane = first // size
     at = (first - plane * size).to(tl.int32) + tl.arange(0, B)
     inside = first + tl.arange(0, B) < total
-    further = at // size
+    plane_offset = at // size
     within = at % size
     offset = within // (DOWN * ACROSS)
     place = within % (DOWN * ACROSS)
     row = place // ACROSS * SH + offset // KW - PH
     column = place % ACROSS * SW + offset % KW - PW
-    known = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    valid = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
     value = tl.load(
-        x + plane * (H * W) + further.to(tl.int64) * (H * W) + (row * W + column),
-        mask=known,
+        x + plane * (H * W) + plane_offset.to(tl.int64) * (H * W) + (row * W + column),
+        mask=valid,
         other=0.0,
     )
     tl.store(y + first + tl.arange(0, B), value, mask=inside)
@@ -75,10 +75,10 @@ def _images(
     plane = first // (H * W)
     at = (first - plane * (H * W)).to(tl.int32) + tl.arange(0, B)
     inside = first + tl.arange(0, B) < total
-    further = at // (H * W)
+    plane_offset = at // (H * W)
     row = at % (H * W) // W + PH
     column = at % W + PW
-    x += plane * (KH * KW * DOWN * ACROSS) + further.to(tl.int64) * (KH * KW * DOWN * ACROSS)
+    x += plane * (KH * KW * DOWN * ACROSS) + plane_offset.to(tl.int64) * (KH * KW * DOWN * ACROSS)
     value = tl.zeros([B], dtype=tl.float32)
     for a in range((KH + SH - 1) // SH):
         i = row % SH + a * SH
@@ -87,9 +87,9 @@ def _images(
         for b in range((KW + SW - 1) // SW):
             j = column % SW + b * SW
             across = column // SW - b
-            known = has_row & (j < KW) & (across >= 0) & (across < ACROSS)
+            valid = has_row & (j < KW) & (across >= 0) & (across < ACROSS)
             entry = ((i * KW + j) * DOWN + down) * ACROSS + across
-            value += tl.load(x + entry, mask=known, other=0.0).to(tl.float32)
+            value += tl.load(x + entry, mask=valid, other=0.0).to(tl.float32)
     tl.store(y + first + tl.arange(0, B), value.to(y.dtype.element_ty), mask=inside)
 
 

@@ -28,11 +28,10 @@ HUGE = 1e30
 
 
 def squares(rows: Tensor) -> Tensor:
-    """Cut each row into pieces of 4096 numbers and return the pieces' sums of squares, in float32.
+    """Return the sum of squares of each piece of 4096 numbers, float32 `[M, ⌈P/4096⌉]`.
 
-    The result is `[M, ⌈P/4096⌉]`. The sum of a piece with NaN or infinity is not finite. Each
-    square goes through about two dozen additions of positive numbers, so the relative error of a
-    sum is below 24 · 2^-24.
+    The sum of a piece with NaN or infinity is not finite. Each square goes through about two dozen
+    additions of positive numbers, so the relative error of a sum is below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)

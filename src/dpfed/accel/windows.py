@@ -35,10 +35,10 @@ def _probabilities(
     elif MASK_ROWS > 1:
         score += tl.load(mask + i * N + j, mask=inside, other=0.0).to(tl.float32)
     score = tl.where(j < N, score, float("-inf"))
-    most = tl.max(score, 1)
-    power = tl.exp(score - tl.where(most == float("-inf"), 0.0, most)[:, None])
-    total = tl.sum(power, 1)
-    return power / tl.where(total == 0.0, 1.0, total)[:, None]
+    row_max = tl.max(score, 1)
+    weights = tl.exp(score - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+    total = tl.sum(weights, 1)
+    return weights / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["heads", "masks"])
@@ -56,12 +56,12 @@ def attend(
     start = window.to(tl.int64) * (N * D * heads) + head * D
     at = start + rows * (heads * D) + columns
     inside = (rows < N) & (columns < D)
-    mine = tl.load(q + at, mask=inside, other=0.0)
-    theirs = tl.load(k + at, mask=inside, other=0.0)
+    queries = tl.load(q + at, mask=inside, other=0.0)
+    keys = tl.load(k + at, mask=inside, other=0.0)
     values = tl.load(v + at, mask=inside, other=0.0)
     bias += head * (N * N)
     mask += (window % masks).to(tl.int64) * (MASK_ROWS * N)
-    p = _probabilities(mine, theirs, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
+    p = _probabilities(queries, keys, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
     y = tl.dot(p.to(values.dtype), values, input_precision="ieee")
     tl.store(out + at, y.to(values.dtype), mask=inside)
 
@@ -85,21 +85,21 @@ def attend_backward(
     start = window.to(tl.int64) * (N * D * heads) + head * D
     at = start + rows * (heads * D) + columns
     inside = (rows < N) & (columns < D)
-    mine = tl.load(q + at, mask=inside, other=0.0)
-    theirs = tl.load(k + at, mask=inside, other=0.0)
+    queries = tl.load(q + at, mask=inside, other=0.0)
+    keys = tl.load(k + at, mask=inside, other=0.0)
     values = tl.load(v + at, mask=inside, other=0.0)
-    above = tl.load(grad + at, mask=inside, other=0.0)
+    grad_out = tl.load(grad + at, mask=inside, other=0.0)
     bias += head * (N * N)
     mask += (window % masks).to(tl.int64) * (MASK_ROWS * N)
-    p = _probabilities(mine, theirs, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
-    gv = tl.dot(tl.trans(p.to(above.dtype)), above, input_precision="ieee")
-    tl.store(grad_v + at, gv.to(values.dtype), mask=inside)
-    gp = tl.dot(above, tl.trans(values), input_precision="ieee")
-    score = (p * (gp - tl.sum(p * gp, 1)[:, None])).to(above.dtype)
-    gq = tl.dot(score, theirs, input_precision="ieee") * scale
-    tl.store(grad_q + at, gq.to(mine.dtype), mask=inside)
-    gk = tl.dot(tl.trans(score), mine, input_precision="ieee") * scale
-    tl.store(grad_k + at, gk.to(theirs.dtype), mask=inside)
+    p = _probabilities(queries, keys, bias, mask, scale, N, SIDE, BIASED, MASK_ROWS)
+    grad_values = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, input_precision="ieee")
+    tl.store(grad_v + at, grad_values.to(values.dtype), mask=inside)
+    grad_p = tl.dot(grad_out, tl.trans(values), input_precision="ieee")
+    score = (p * (grad_p - tl.sum(p * grad_p, 1)[:, None])).to(grad_out.dtype)
+    grad_queries = tl.dot(score, keys, input_precision="ieee") * scale
+    tl.store(grad_q + at, grad_queries.to(queries.dtype), mask=inside)
+    grad_keys = tl.dot(tl.trans(score), queries, input_precision="ieee") * scale
+    tl.store(grad_k + at, grad_keys.to(keys.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -7,9 +7,9 @@
     aggregate(ctx, server, mean) -> server           `mean` is the mean of the clients' messages
 
 The oracle is the only access to data. An algorithm has no hidden state, no data, no model and no
-I/O. Its fields are its `[algorithm]` keys; annotations give the allowed range and a help text.
-States are dataclasses of tensors and messages are dictionaries of tensors `[S, ...]`, so both can
-be stored and sent without pickling.
+I/O. Its fields are the keys of the section [algorithm] in a configuration. The annotation of a
+field gives its allowed range and its help text. States are dataclasses of tensors and messages are
+dictionaries of tensors `[S, ...]`, so both can be stored and sent without pickling.
 
 An algorithm whose clients keep vectors between rounds names these vectors in `remembers`. `memory`
 holds each vector as `[S, P]`, with zeros for clients that never took part. The mask `seen` `[S]` in
@@ -33,20 +33,23 @@ ClientState = dict[str, Tensor]
 
 
 class Oracle(Protocol):
-    """The oracle as an algorithm sees it: it reads the data and returns noised gradients."""
+    """The methods of the oracle that an algorithm calls to get noised gradients."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the noised mean gradient `[S, P]` of a fresh batch and its variance `[S, 1]`."""
+        """Draw a new batch; return its noised mean gradient `[S, P]` and noise variance `[S, 1]`.
+
+        theta  `[S, P]` parameter vectors at which the clients' gradients are computed
+        """
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a second noised gradient of the same batch, with fresh noise, and its variance.
+        """Return a noised gradient of the last batch, with new noise, and its noise variance.
 
-        An algorithm may call this only if its `releases` counts the second release.
+        An algorithm may call this only if its property `releases` counts the second release.
         """
 
 
 class Space(Protocol):
-    """The parameter space as an algorithm sees it: size, tensors and blocks, but no model."""
+    """The layout of the parameter vector `[P]`: its size, its tensors and its blocks."""
 
     @property
     def size(self) -> int: ...
@@ -80,8 +83,7 @@ class Releases:
 class Context:
     """The public numbers of a round.
 
-    `t` and `lr` are tensors, because a compiled step would be compiled again for each new Python
-    number.
+    `t` and `lr` are tensors: torch would compile a step again for each new Python number.
 
     Attributes:
         space: Size, tensors and blocks of the parameter space.
@@ -114,7 +116,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that `Algorithm.check` can use before round 1.
+    """Facts about a run that `Algorithm.check` compares with the algorithm's keys before round 1.
 
     equal_phi    True if the noise variance Φ_i is equal for all clients
     private      True if noise is added
@@ -158,7 +160,7 @@ class Algorithm(ABC):
 
     @property
     def noise_factor(self) -> float:
-        """Factor by which sigma is multiplied, for the noise and for the accountant."""
+        """Factor by which the run multiplies `privacy.sigma` before it plans noise and epsilon."""
         return 1.0
 
     @property
@@ -168,10 +170,7 @@ class Algorithm(ABC):
 
     @property
     def broadcast(self) -> tuple[str, ...]:
-        """Names of the fields of the server's state that clients download.
-
-        These are the fields that `start` and `finish` read.
-        """
+        """Names of the server's state fields that clients download to run `start` and `finish`."""
         return ("theta",)
 
     @property

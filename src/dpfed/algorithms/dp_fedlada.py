@@ -49,7 +49,7 @@ class Local(Moments):
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    # The grid is wide: a = 0.1 divides the client's own step by ten, and g_a grows over rounds.
+    # Wide, because a = 0.1 divides the client's own step by ten while g_a grows over rounds.
     lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 

@@ -198,7 +198,7 @@ def composed_epsilon(folders: Sequence[Path]) -> float | None:
         history += planned.bound[len(planned.prior) :]
         delta = max(delta, planned.delta)
     history += itertools.chain.from_iterable(starts.values())
-    return epsilon(history, delta).value
+    return epsilon(history, delta)
 
 
 def _start_of(folder: Path) -> tuple[Any, Any]:

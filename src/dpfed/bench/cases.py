@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from dpfed.bench.llama import LLAMAS, random_llama, text_of
+from dpfed.bench.llama import LLAMAS, RandomLlama, text_of
 from dpfed.config import LoraSection, ModelSection
 from dpfed.errors import DpfedError
 from dpfed.model.build import AssembledModel, assemble
@@ -75,8 +75,14 @@ class Case:
         """
         lora = LoraSection(r=self.rank, alpha=2.0 * self.rank)
         if self.model in LLAMAS:
-            section: ModelSection = random_llama(self.model, self.quantize, dtype, device)
-            section = replace(section, train=self.train, lora=lora)
+            section: ModelSection = RandomLlama(
+                case=self.model,
+                quantize=self.quantize,
+                dtype=dtype,
+                device=device,
+                train=self.train,
+                lora=lora,
+            )
         elif self.model in SMALL:
             section = _Small(train=self.train, lora=lora, case=self.model)
         else:
@@ -91,7 +97,7 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
-        """Return synthetic records; texts fill their public length."""
+        """Return synthetic records. Texts have no padding."""
         count = max(MIN_RECORDS, 2 * self.union)
         inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
         if self.model in LLAMAS:
@@ -152,6 +158,6 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the logits of raw inputs, computed with the model's present weights."""
+    """Return the task's scores for raw inputs, computed with the model's present weights."""
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
     return scores_of(parts.built.task, model, {}, prepared, inputs)

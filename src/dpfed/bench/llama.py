@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpfed.model.frozen.quantised import Quantize
 from dpfed.model.task import NEXT_TOKEN, InputSpec
 from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.pretrained import on_meta
@@ -38,23 +37,19 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def text_of(case: str, length: int) -> InputSpec:
-    """Return the facts about records of `length` tokens for a Llama."""
+    """Return the facts about records of `length` tokens for the Llama `case` of `LLAMAS`."""
     return InputSpec("text", "input_ids", (length,), 0, vocabulary=LLAMAS[case]["vocab_size"])
 
 
-def random_llama(
-    case: str, quantize: Quantize, dtype: torch.dtype, device: torch.device
-) -> AutoCausal:
-    """Return the section of a Llama with random weights.
-
-    dtype   dtype in which its weights are made, and kept unless they are quantised
-    device  where they are made, unless they are quantised: that is done on the CPU
-    """
-    return _RandomLlama(case=case, quantize=quantize, dtype=dtype, device=device)
-
-
 @dataclass(frozen=True)
-class _RandomLlama(AutoCausal):
+class RandomLlama(AutoCausal):
+    """The `[model]` section of a Llama with random weights.
+
+    case    name of the Llama in `LLAMAS`
+    dtype   dtype of the weights before they are quantised
+    device  device on which the weights are made; quantised weights are made on the CPU
+    """
+
     weights: str | None = "random"
     case: str = ""
     dtype: torch.dtype = torch.float32

@@ -32,14 +32,14 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         for x in tree_leaves((args, kwargs)):
-            self._meet(x, new=False)
+            self._count_storage(x, new=False)
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
-            self._meet(x, new=True)
+            self._count_storage(x, new=True)
         self.peak = max(self.peak, self.bytes)
         return out
 
-    def _meet(self, x: Any, new: bool) -> None:
+    def _count_storage(self, x: Any, new: bool) -> None:
         """Add the size of the storage of `x` to `bytes` once, until the storage is deleted.
 
         new  True for a result of the operator. The storage of an unknown argument existed before

@@ -81,7 +81,8 @@ class Comparison:
     def processor_ratio(self, one: str, other: str) -> float | None:
         """Return the processor time of `one`, divided by the processor time of `other`.
 
-        Other load on the machine disturbs this ratio less than the ratio of wall-clock times."""
+        Other load on the machine disturbs this ratio less than the ratio of wall-clock times.
+        """
         return self._ratio(one, other, "processor")
 
     def _ratio(self, one: str, other: str, time_of: str) -> float | None:

@@ -1,1 +1,1 @@
-"""The command line: one thin file per command, which parses, calls the engine and prints."""
+"""The command line. Each command has one file, which reads options, calls dpfed and prints."""

@@ -150,7 +150,7 @@ def choices(results: Sequence[ArmResult]) -> list[str]:
 
 
 def show_table(table: Table, folder: Path) -> None:
-    """Print the table's columns that fit into the terminal, or into 100 characters elsewhere."""
+    """Print the table's columns that fit into the terminal; without one, into 100 characters."""
     from rich.console import Console
     from rich.table import Table as Drawn
 

@@ -55,11 +55,12 @@ def describe(
     from dpfed.privacy.noise import Streams
     from dpfed.training.job.data import configured_source, shards_for
     from dpfed.training.job.notes import data_notes, data_warnings
+    from dpfed.training.run_folder.label_counts import label_counts
 
-    # A client's own table needs no test set to be described.
+    # Read only the training records: a network client may have no test set.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
-    counts = label_counts(source, shards)
+    counts = label_counts(source.train.labels, shards, len(source.classes))
     found = plain(settings, source, shards, counts)
     found["notes"] = data_notes(settings, source, shards)
     found["warnings"] = data_warnings(settings, source, shards)
@@ -67,11 +68,10 @@ def describe(
     if targets:
         found["targets"] = {part: asdict(counted_part) for part, counted_part in targets.items()}
         found["warnings"] += lost_warnings(settings, targets)
-    shown_table = table(counts, source.classes, shards.names) if counts.shape[1] else []
     lines = [
         *opening(settings, source, found["inputs"]),
         *target_lines(settings, targets),
-        *shown_table,
+        *(table(counts, source.classes, shards.names) if counts.shape[1] else []),
         sizes_line(found["sizes"], len(shards), settings.data.unit_column or "record"),
         *(f"note: {note}" for note in found["notes"]),
         *(f"warning: {warning}" for warning in found["warnings"]),
@@ -88,25 +88,11 @@ def describe(
     show(lines, found, as_json)
 
 
-def label_counts(source: Source, shards: Shards) -> np.ndarray:
-    """Return the number of records of each label at each client, `[clients, classes]`."""
-    import numpy as np
-
-    labels = source.train.labels
-    if source.task == "regress":
-        return np.zeros((len(shards), 0), dtype=np.int64)
-    if source.task == "multilabel":
-        return np.stack([labels[shards.of(client)].sum(0) for client in range(len(shards))])
-    rows = [
-        np.bincount(labels[shards.of(client)], minlength=len(source.classes))
-        for client in range(len(shards))
-    ]
-    # Without labels, `bincount` still counts the zeros that stand in for them.
-    return np.stack(rows)[:, : len(source.classes)]
-
-
 def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
-    """Return the targets of training and test records; {} unless a language model is trained."""
+    """Return the counts of target tokens by table, "train" and "test".
+
+    Return {} unless a language model is trained.
+    """
     from dpfed.data.language import LANGUAGE_INPUTS
 
     model: Any = settings.model
@@ -168,7 +154,7 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def _label_line(source: Source, classes: str) -> str:
-    """Return the line on the labels; `classes` is the text for classes."""
+    """Return the line about the labels. `classes` is the line to use if labels are classes."""
     if source.task == "regress":
         return f"labels are numbers: {source.classes[0]}"
     if source.task == "multilabel":

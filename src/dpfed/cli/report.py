@@ -51,7 +51,8 @@ def report(
         )
     from dpfed.report.page import write_page
 
-    page = out or folders[0] / ("public.html" if public else "report.html")
+    name = "public.html" if public else "report.html"
+    page = out or folders[0] / name
     made = write_page(folders, page, public, read_study)
     size = page.stat().st_size / 1e6
     figures = [figure.id for figure in made.figures]

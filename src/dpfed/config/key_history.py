@@ -1,7 +1,7 @@
 """Keys that were added or deleted after the first version, so that older files keep their meaning.
 
-ADDED has the value of each added key for files that do not have the key. A deleted key is ignored
-if it has its old default. Any other value raises an error with advice.
+ADDED has the value of each added key that a file without the key means. A deleted key is ignored if
+it has its old default. Any other value raises an error with advice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ADDED: dict[str, Any] = {
 }
 
 
-# Defaults that became None, which means the same where it matters, by data.name and key.
+# Old defaults of keys whose default is now None, by `data.name` and key. None still selects the
+# column with this name, if there is one.
 FORMER_DEFAULTS = {
     ("text-table", "text"): "text",
     ("text-table", "label"): "label",
@@ -37,12 +38,12 @@ class Deleted(NamedTuple):
     """A deleted key.
 
     default    the key's default value before it was deleted
-    instead    advice to the user if a file has another value
+    advice     text for the user if a file has another value
     algorithm  name of the algorithm that had the key; "" for a key outside [algorithm]
     """
 
     default: Any
-    instead: str
+    advice: str
     algorithm: str = "dp-fedadamw"
 
 
@@ -93,11 +94,11 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
     for key, value in table.items():
         full = f"{section}.{key}"
         deleted = DELETED.get(full)
-        instead = DELETED_VALUES.get((full, value)) if isinstance(value, str) else None
+        advice = DELETED_VALUES.get((full, value)) if isinstance(value, str) else None
         if key not in known and deleted is not None and value != deleted.default:
-            instead = deleted.instead
-        if instead is not None:
-            raise DpfedError(f"{full} = {value!r} is no longer supported: {instead}")
+            advice = deleted.advice
+        if advice is not None:
+            raise DpfedError(f"{full} = {value!r} is no longer supported: {advice}")
         if key in known or deleted is None:
             kept[key] = value
     return kept

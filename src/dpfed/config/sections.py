@@ -16,14 +16,14 @@ BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
 CohortChoice = Literal["balanced", "uniform"]
 MessageFormat = Literal["float32", "bf16", "int8"]
 BoolOrAuto = bool | Literal["auto"]
-# What a label of a record is: a class, a number, or for each class 0 or 1.
+# Kinds of labels: one class, one number, or for each class 0 or 1.
 LabelTask = Literal["classify", "regress", "multilabel"]
 Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class DataSection:
-    # Values of model.task, besides "auto" and "causal", for which the source can read labels.
+    # Values of `model.task` that this source supports, in addition to "auto" and "causal".
     tasks: ClassVar[tuple[str, ...]] = ("classify",)
 
     name: Annotated[str, "data source; `dpfed list datasets` shows them"] = "digits"
@@ -116,8 +116,8 @@ class PrivacySection:
         Literal["flat", "automatic", "quantile"],
         "cut to norm C, normalise to norm C, or let C follow a noised quantile of the norms",
     ] = "flat"
-    # At least 1e-12. With less, a tiny gradient could be scaled to a norm above C, because its
-    # squares underflow in float32.
+    # At least 1e-12. A smaller value could scale a tiny gradient to a norm above C, because the
+    # squares of such a gradient underflow in float32.
     clip_stability: Annotated[
         float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"
     ] = None
@@ -274,7 +274,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """[federation]: what a server needs to know about its real clients. All values are public.
+    """[federation]: public facts that a server needs about the clients on its network.
 
     Simulations use `upload` and `download`, and ignore the rest.
     """

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpfed.data.cache import text_array
 from dpfed.data.files import lines_of, read_bytes, reading
-from dpfed.data.language import chats
+from dpfed.data.language import chats, refuse_empty
 from dpfed.errors import DpfedError, reason
 
 LONGEST_FIELD = 1 << 27
@@ -27,11 +27,11 @@ SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 class Columns:
     """The columns of a table, all of the same length.
 
-    label      the table in messages, usually its path
-    values     the values of each column by the column's name
-    rows       for messages: line numbers in the file, or row numbers if it has no lines
-    unit       what `rows` counts: "line" or "row"
-    separator  name of the character between the columns of a CSV file, for messages
+    label      name of the table in error messages, usually its path
+    values     the values of each column, by the name of the column
+    rows       number of each row, for error messages: its line in the file, or its position
+    unit       "line" if `rows` holds line numbers, "row" if it holds positions
+    separator  name of the character between the columns of a CSV file
     """
 
     label: str
@@ -71,13 +71,12 @@ class Columns:
         """
         column = self.get(name, key)
         for i, text in enumerate(column):
-            if not isinstance(text, str) or not text.strip():
-                what = f"{text!r:.60}, not a text,"
-                if text is None or isinstance(text, str):
-                    what = "an empty text"
+            if not isinstance(text, str | None):
                 raise DpfedError(
-                    f"{self.place(i)} has {what} in column {name!r}: mend or drop that row"
+                    f"{self.place(i)} has {text!r:.60}, not a text, in column {name!r}: "
+                    "mend or drop that row"
                 )
+        refuse_empty((text or "" for text in column), name, self.place)
         return text_array(column)
 
     def other_columns(
@@ -178,9 +177,9 @@ def read_csv(path: Path) -> Columns:
 
 
 def _delimiter(text: str) -> str:
-    """Return the separator that splits the first line into the most columns.
+    """Return the character of `SEPARATORS` that splits the first line into the most columns.
 
-    If several give the same number, return the first of them in `SEPARATORS`.
+    If several give the same number of columns, return the first of them.
     """
     start = text[:LONGEST_HEADER]
 
@@ -218,7 +217,7 @@ def read_tsv(path: Path) -> Columns:
 
 
 def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Columns:
-    """Return the table with these rows, each a pair of a line number and its cells.
+    """Return the table with these rows, each given as (line number, cells).
 
     The first row has the names of the columns. Empty rows are skipped.
     """

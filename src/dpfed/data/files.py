@@ -136,7 +136,7 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 def expect_count(found: int, official: int | Collection[int], label: str, url: str) -> None:
     """Raise DpfedError if the number of records `found` is not the published one.
 
-    official  the published number of records, or several numbers that are all correct
+    official  the published number of records, or a collection of accepted numbers
     """
     counts = (official,) if isinstance(official, int) else tuple(official)
     if found not in counts:

@@ -85,11 +85,11 @@ def decode_all(
     colour: Colour = "rgb",
     size: int | None = None,
 ) -> np.ndarray:
-    """Return all images in one array [n, channels, height, width].
+    """Decode images and return them in one array, uint8 [n, channels, height, width].
 
     read    returns the content of the i-th file
-    labels  name of each image in errors
-    hint    remedy that errors name if the images differ in size or do not fit into memory
+    labels  name of each image in error messages
+    hint    remedy in the error for images that differ in size or do not fit in memory
     """
 
     def image_of(i: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Turn the labels of a user's table into class numbers 0, 1, 2, ..., numbers or sets of classes."""
+"""Convert the labels of a user's table to class numbers, real numbers or sets of classes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Labels as arrays.
+    """The labels of a training table and a test table, as arrays.
 
-    parts     labels of the training table, then of the test table, as `Table.labels` has them
+    parts     labels of the training table and of the test table, in the format of `Table.labels`
     names     names of the classes, in the order of their numbers; () without labels
     declared  True if the user declared the classes, False if they were taken from the labels
     """
@@ -48,7 +48,10 @@ def no_labels(*records: int) -> Encoded:
 
 
 def refuse_unlabelled(task: LabelTask, label: str) -> None:
-    """Raise DpfedError for data without labels and a task that needs them; `label` is the table."""
+    """Raise DpfedError if the task needs labels. The callers have found no labels.
+
+    label  name of the table, for the error
+    """
     if task != "classify":
         raise DpfedError(f'{label} has no labels, and {phrase("task")} = "{task}" learns labels')
 
@@ -56,10 +59,10 @@ def refuse_unlabelled(task: LabelTask, label: str) -> None:
 def encode_as(
     task: LabelTask, parts: Sequence[Column], classes: Classes, name: str = "label"
 ) -> Encoded:
-    """Return the labels of both tables (training, test) as the task needs them.
+    """Return the labels of both tables (training, test) in the form that the task needs.
 
-    classes  as for `encode`
-    name     name of the column of the labels
+    classes  see `encode`
+    name     name of the label column
     """
     if task == "regress":
         if classes is not None:
@@ -150,7 +153,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def encode_numbers(parts: Sequence[Column], name: str) -> Encoded:
-    """Return the labels of both tables as numbers, float64; `name` is that of their column."""
+    """Return the labels of both tables as float64 numbers. `name` is the label column."""
     found = []
     for part in parts:
         numbers = [_number(v, where) for v, where in zip(part.values, part.places, strict=True)]
@@ -163,19 +166,19 @@ def _number(value: Any, place: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    # The loss computes in single precision.
+    # The loss computes in float32, so a label must be finite in float32.
     if not abs(number) < float(np.finfo(np.float32).max):
         raise DpfedError(f"{place} has label {value!r:.80}; it must be a finite number")
     return number
 
 
 def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Return the labels of both tables as 0 or 1 for each class, uint8 `[n, classes]`.
+    """Return the labels of both tables, uint8 `[n, classes]`: 1 for each class of a record, else 0.
 
-    A label is a list of class names, such a list as JSON, names between semicolons, or a vector of
-    0 and 1 with one number for each class.
+    A label has one of four forms: a list of class names, a JSON text of such a list, class names
+    separated by semicolons, or a list with one 0 or 1 for each class.
 
-    classes  as for `encode`
+    classes  see `encode`
     """
     cells = [[_cell(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     used = [value for part in cells for cell in part for value in cell]
@@ -207,10 +210,14 @@ def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
 def _flag_vectors(
     parts: Sequence[Column], cells: list[list[list[Any]]], classes: Classes
 ) -> Encoded:
-    """Return vectors of 0 and 1 as a table. The number of classes is public, like a shape."""
+    """Return the labels of both tables from lists that have one 0 or 1 for each class.
+
+    The number of classes counts as public, because it is the length of each list.
+    """
     width = len(cells[0][0])
     names = classes if isinstance(classes, tuple) else tuple(map(str, range(width)))
-    if classes is not None and width != (classes if isinstance(classes, int) else len(classes)):
+    declared = len(classes) if isinstance(classes, tuple) else classes
+    if declared not in (None, width):
         raise DpfedError(
             f"{parts[0].places[0]} has {width} labels, and {phrase('classes')} says otherwise"
         )
@@ -227,7 +234,7 @@ def _flag_vectors(
 
 
 def _cell(value: Any, place: str) -> list[Any]:
-    """Return the labels of one record as a list."""
+    """Return the labels of one record as a list: class names, or one 0 or 1 for each class."""
     if isinstance(value, str):
         text = value.strip()
         if not text.startswith("["):
@@ -245,19 +252,19 @@ def _cell(value: Any, place: str) -> list[Any]:
     return sorted(value) if isinstance(value, set | frozenset) else list(value)
 
 
-def set_names(data: Any, label: str | None) -> tuple[str, ...]:
-    """Return the class names that a dataset states for lists of class numbers; () if none.
+def stated_names(data: Any, label: str | None) -> tuple[str, ...]:
+    """Return the class names that a Hugging Face dataset states for a label column; () if none.
 
-    label  name of the column with the labels
+    A label is a class number or a list of class numbers.
     """
     features = getattr(data, "features", None)
     feature = features.get(label) if isinstance(features, Mapping) else None
-    names = getattr(getattr(feature, "feature", None), "names", None)
-    return tuple(map(str, names or ()))
+    classes = getattr(feature, "feature", feature)
+    return tuple(map(str, getattr(classes, "names", None) or ()))
 
 
 def with_names(column: Column, names: Sequence[str]) -> Column:
-    """Return a column of lists of class numbers with the class names in their place."""
+    """Replace each class number by its class name in a column of lists of class numbers."""
     values = []
     for cell, place in zip(column.values, column.places, strict=True):
         try:

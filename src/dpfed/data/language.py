@@ -11,14 +11,14 @@ import numpy as np
 from dpfed.data.cache import text_array
 from dpfed.errors import DpfedError
 
-# The inputs of a record, and the usual names of their columns.
+# A form is a tuple of model inputs. The name of an input is also the default name of its column.
 Form = tuple[str, ...]
 TEXT: Form = ("text",)
 COMPLETION: Form = ("prompt", "completion")
 CHAT: Form = ("messages",)
-# Inputs that need a tokenizer; the first input of a table tells which of them it has.
+# Inputs that need a tokenizer. Every table of language data has exactly one of them.
 LANGUAGE_INPUTS = ("text", "prompt", "messages")
-# Usual name of the column with the labels.
+# Default name of the label column.
 LABEL = "label"
 Place = Callable[[int], str]
 
@@ -26,11 +26,11 @@ Place = Callable[[int], str]
 def input_columns(
     stated: Mapping[str, str | None], found: Collection[str], label: str
 ) -> dict[str, str]:
-    """Return the name of each input's column: those that the user states, else the usual ones.
+    """Return the column of each model input: the one that the user set, or else its default name.
 
-    stated  column names by input, such as {"prompt": "question"}; None for inputs without a key
+    stated  columns that the user set, by input, such as {"prompt": "question"}; None if not set
     found   names of the table's columns
-    label   the table in messages
+    label   name of the table in error messages
     """
     given = {name: column for name, column in stated.items() if column is not None}
     forms = [form for form in (TEXT, COMPLETION, CHAT) if not given.keys().isdisjoint(form)]
@@ -49,7 +49,7 @@ def input_columns(
 
 
 def stated_columns(section: Any) -> dict[str, str | None]:
-    """Return the column of each input that a section states; None for keys that are not set."""
+    """Return the column that each input's key of `[data]` names; None for keys that are not set."""
     inputs = (*TEXT, "text_pair", *COMPLETION, *CHAT)
     return {name: getattr(section, name) for name in inputs}
 
@@ -65,14 +65,14 @@ def label_column(section: Any, found: Collection[str]) -> Any:
 
 
 def forms_in(columns: Collection[str]) -> list[Form]:
-    """Return the forms of language data whose usual columns are all there."""
+    """Return the forms whose inputs all have a column with the default name in `columns`."""
     return [form for form in (TEXT, COMPLETION, CHAT) if set(form) <= set(columns)]
 
 
 def refuse_half(columns: Collection[str], label: str) -> None:
-    """Raise DpfedError for a table without labels that has prompts but no completions, or reverse.
+    """Raise DpfedError if a table has a prompt column but no completion column, or the reverse.
 
-    label  the table in messages
+    label  name of the table in the error
     """
     found = [name for name in COMPLETION if name in columns]
     if len(found) == 1:
@@ -84,22 +84,25 @@ def refuse_half(columns: Collection[str], label: str) -> None:
 
 
 def mixed(forms: Iterable[Form], label: str, remedy: str) -> DpfedError:
-    """Return the error for a table with columns of several forms, such as texts and chats."""
+    """Return the error for a table that mixes forms of language data, such as texts and chats."""
     names = " and ".join(form[-1] for form in forms)
     return DpfedError(f"{label} has the columns {names}, and a record is one of them: {remedy}")
 
 
 def chats(values: Iterable[Any], place: Place) -> np.ndarray:
-    """Return checked chats, each as one JSON text of its messages.
+    """Check chats and return each one as a JSON text of its messages.
 
-    values  for each record a list of messages with `role` and `content`, or such a list as JSON
-    place   returns the name of a record for error messages
+    values  for each record a list of messages with `role` and `content`, or the list's JSON text
+    place   returns the name of record i for error messages
     """
     return text_array([json.dumps(_messages(value, place(i))) for i, value in enumerate(values)])
 
 
 def refuse_empty(values: Iterable[str], name: str, place: Place) -> None:
-    """Raise DpfedError for the first text without any letters; `name` is the column."""
+    """Raise DpfedError for the first text that is empty or only white space.
+
+    name  name of the texts' column, for the error
+    """
     for i, value in enumerate(values):
         if not value.strip():
             raise DpfedError(
@@ -125,7 +128,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
-    """Return a message without the empty fields that Parquet adds."""
+    """Check one chat message and return it without fields that are None, which Parquet adds."""
     if not isinstance(message, Mapping):
         raise DpfedError(
             f"a message of {place} is {type(message).__name__}: give 'role' and 'content'"

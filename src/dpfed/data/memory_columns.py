@@ -86,7 +86,7 @@ def plain(values: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the values of one column of several data sets, one after another."""
+    """Concatenate the values of one column over several data sets."""
     if all(has_columns(part) for part in parts):
         import pandas
 
@@ -100,7 +100,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return the values as a list, with Python numbers in place of those of NumPy."""
+    """Return the values as a list, with NumPy numbers converted to Python numbers."""
     if isinstance(values, np.ndarray) and values.ndim == 1:
         listed: list[Any] = values.tolist()
         return listed
@@ -171,7 +171,7 @@ def _inputs_column(inputs: Any) -> dict[str, Any]:
 
 
 def _from_items(items: Iterable[Any], part: str) -> dict[str, Any]:
-    """Return the columns of records: the entries of dictionaries, or inputs and labels of pairs."""
+    """Return the columns of a list of records, which are dictionaries or pairs (input, label)."""
     rows = []
     for i, item in enumerate(items):
         if isinstance(item, Mapping):
@@ -196,7 +196,7 @@ def _from_items(items: Iterable[Any], part: str) -> dict[str, Any]:
 
 
 def _advice(data: Any) -> str:
-    """Return the end of the error message for an object that is nearly a data set."""
+    """Return the remedy that ends the error message for a DataLoader; "" for other objects."""
     if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         return ": give its .dataset, because batches are drawn at random here"
     if isinstance(data, list) and data and _is_chat(data[0]):

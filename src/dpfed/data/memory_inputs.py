@@ -1,4 +1,4 @@
-"""Read the inputs of records in memory: texts, images or vectors, known by their columns' names."""
+"""Read the inputs of records in memory: texts, images or vectors, told apart by column names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEATURES = ("features",)
 
 
 def unlabelled_inputs(records: Any) -> tuple[dict[str, np.ndarray], Kind]:
-    """Return the model's inputs by name, and their kind, of records with or without labels.
+    """Return the model's inputs of these records by name, and the kind of the inputs.
 
     records  a data set, or its inputs alone: a list of texts or images, an array or a data frame
     """
@@ -101,7 +101,7 @@ def inputs_of(
 
 
 def language_form(columns: Mapping[str, Any], part: str) -> tuple[str, ...] | None:
-    """Return the columns of completions or of chats; None if there are none.
+    """Return the columns of prompts and completions, or of chats; None if the data have neither.
 
     Raise DpfedError if there are columns of several forms, such as texts and chats.
     """
@@ -127,9 +127,9 @@ def _language_inputs(
 
 
 def _is_picture(values: Any) -> bool:
-    """Return True for images of PIL and for whole numbers of one byte in two or three axes.
+    """Return True if the first value is a PIL image or a uint8 array with two or more axes.
 
-    Arrays of other numbers are vectors of any shape, which a model gets unchanged.
+    Other arrays are feature vectors, which a model gets unchanged.
     """
     first = next(iter(values), None)
     if hasattr(first, "convert"):
@@ -177,12 +177,12 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
     if not rows:
         raise DpfedError(f"the column {name} of {part} is empty")
     channels = max(len(row) for row in rows)
-    same = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
-    return np.ascontiguousarray(np.stack(same))
+    expanded = [np.broadcast_to(row, (channels, *row.shape[1:])) for row in rows]
+    return np.ascontiguousarray(np.stack(expanded))
 
 
 def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
-    """Raise DpfedError for an image of another size or type than the first one, or out of range."""
+    """Raise DpfedError if an image has another size or type than the first, or wrong values."""
     if pixels.shape[1:] != first.shape[1:]:
         raise DpfedError(
             f"{place} has {pixels.shape[1]} x {pixels.shape[2]} pixels and row 0 has "

@@ -55,7 +55,7 @@ class Shards:
 
 
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
-    """Return the shards that follow from the client and the unit of each record.
+    """Group the records by client and by protected unit.
 
     owner    number of each record's client; -1 for an unused record
     clients  number of clients
@@ -82,7 +82,7 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
 
 
 def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the client of each record: a random one, with equally many records per client.
+    """Return the client of each record. Clients are random and have equally many records.
 
     Records that cannot be divided equally stay unused (-1).
     """
@@ -95,34 +95,35 @@ def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 def dirichlet_equal(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the client of each record: equally many per client, with labels from Dir(alpha).
+    """Return the client of each record. Each client draws its mix of labels from Dir(alpha).
 
-    Client i draws its class probabilities p_i ~ Dir(alpha). If a class has no records left, p_i is
-    renormalised over the other classes. Records that cannot be divided equally stay unused (-1).
+    Clients have equally many records. Client i draws its class probabilities p_i ~ Dir(alpha). If a
+    class has no records left, p_i is renormalised over the other classes. Records that cannot be
+    divided equally stay unused (-1).
     """
     classes = int(labels.max()) + 1
     size = len(labels) // clients
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in range(classes)]
-    left = np.array([len(pool) for pool in pools])
+    remaining = np.array([len(pool) for pool in pools])
     owner = np.full(len(labels), -1, dtype=np.int64)
     for client in range(clients):
-        mix = _dirichlet(rng, alpha, classes)
-        need = size
-        while need:
-            p = np.where(left > 0, mix, 0.0)
-            p = (left > 0) / (left > 0).sum() if p.sum() < 1e-300 else p / p.sum()
-            take = np.minimum(rng.multinomial(need, p), left)
-            for c in np.flatnonzero(take):
-                owner[pools[c][left[c] - take[c] : left[c]]] = client
-            left -= take
-            need -= int(take.sum())
+        class_shares = _dirichlet(rng, alpha, classes)
+        missing_records = size
+        while missing_records:
+            p = np.where(remaining > 0, class_shares, 0.0)
+            p = (remaining > 0) / (remaining > 0).sum() if p.sum() < 1e-300 else p / p.sum()
+            drawn = np.minimum(rng.multinomial(missing_records, p), remaining)
+            for c in np.flatnonzero(drawn):
+                owner[pools[c][remaining[c] - drawn[c] : remaining[c]]] = client
+            remaining -= drawn
+            missing_records -= int(drawn.sum())
     return owner
 
 
 def dirichlet_classwise(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the client of each record: each class is split over the clients by Dir(alpha).
+    """Return the client of each record. Dir(alpha) divides each class among the clients.
 
     Clients have different numbers of records (Hsu, Qi, Brown 2019).
     """
@@ -159,7 +160,7 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 
 
 def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
-    """Return a checked column of client or unit names; None if `column` is None.
+    """Check a column of client or unit names and return it. Return None if `column` is None.
 
     Raise DpfedError for missing values and mixed types. `what` is "client" or "unit".
     """

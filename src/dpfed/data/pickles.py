@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dpfed.errors import reason
+
 PLAIN_DTYPES = frozenset(("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
 MEMO_OPCODES = ("PUT", "BINPUT", "LONG_BINPUT")
 ARRAY_CLASS = object()
@@ -91,4 +93,4 @@ def loads(data: bytes) -> Any:
         TypeError,
         ValueError,
     ) as error:
-        raise RefusedError((str(error).splitlines() or [type(error).__name__])[0]) from None
+        raise RefusedError(reason(error)) from None

@@ -18,14 +18,16 @@ Kind = Literal["image", "features", "text"]
 class Table:
     """The records of one table.
 
-    inputs   arrays with one row per record, by the name of the model's argument
-    labels   class number of each record, zeros if the data have no labels; numbers `[n]` for
-             "regress"; 0 or 1 for each class, `[n, classes]`, for "multilabel"
+    inputs   arrays with one row per record, by the name of the model's argument:
+             `pixel_values` [n, channels, height, width], `features` or texts
+    labels   one row per record; zeros if the data have no labels
     columns  other columns by name; one of them can name the client or unit of each record
 
-    Images are `pixel_values` [n, channels, height, width]. Text is `text` and, for pairs,
-    `text_pair`; or `prompt` and `completion`; or `messages`, a chat as JSON. These are arrays of
-    Python strings, which a text model turns into tokens.
+    Language data has the inputs `text` and, for pairs, `text_pair`; or `prompt` and `completion`;
+    or `messages`, a chat as JSON. These are arrays of Python strings.
+
+    Labels are class numbers `[n]`, real numbers `[n]` for the task "regress", or one 0 or 1 for
+    each class, `[n, classes]`, for "multilabel".
     """
 
     inputs: Mapping[str, np.ndarray]
@@ -72,14 +74,14 @@ class Source:
 
     train        the clients' private records
     test         the server's public test set
-    classes      names of the classes, in the order of their numbers; () for data without labels,
-                 and the name of the number for "regress"
-    white        largest pixel value (full intensity), if pixels are integers
+    classes      names of the classes, in the order of their numbers; () for data without labels;
+                 for "regress", the name of the label
+    white        pixel value of full intensity, such as 255
     declared     True if the number of classes is public, False if it was taken from the labels
     fingerprint  text that identifies the raw data in cache keys; "" if unknown
-    notes        remarks for the user about the files
+    notes        remarks about the files, which the user sees
     clients      names of the clients, if each gave a data set of its own; else ()
-    task         what a label is
+    task         meaning of a label: a class, a number ("regress") or a set of classes
     """
 
     train: Table

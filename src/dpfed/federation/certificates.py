@@ -1,4 +1,4 @@
-"""When certificates expire, and the refusal of those that have expired."""
+"""The validity of certificate files. A certificate that has expired is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cryptography import x509
 from dpfed.errors import DpfedError, counted
 from dpfed.federation.keys import AUTHORITY, SERVER
 
-# Fewer days than this are worth a note.
+# A certificate that is valid for fewer days gets the advice to renew it.
 SOON_DAYS = 30
 
 
@@ -27,7 +27,7 @@ class Validity:
         return (self.end - now) // timedelta(days=1)
 
     def problem(self, now: datetime) -> str | None:
-        """Return why the certificate cannot be used now, or None."""
+        """Return the reason why the certificate cannot be used now, or None."""
         if now > self.end:
             return f"{self.path} expired on {self.end:%Y-%m-%d}"
         if now < self.start:
@@ -44,7 +44,7 @@ class Validity:
 
 
 def validity(path: Path) -> Validity:
-    """Return the validity of a certificate in PEM format; raise DpfedError if it is none."""
+    """Return the validity of a certificate file; raise DpfedError unless it is in PEM format."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as error:

@@ -112,7 +112,11 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
 
 
 def _label_key(label: np.ndarray) -> str | np.ndarray:
-    """Return a class number as text, which older choices hashed, and other labels unchanged."""
+    """Return the value to hash for a label: a class number as text, any other label unchanged.
+
+    Earlier versions hashed class numbers as text. Another form would change the choice of held-out
+    records.
+    """
     return str(int(label)) if label.dtype.kind == "i" else label
 
 
@@ -230,7 +234,7 @@ def score_of(
     # To first order the noise changes the accuracy a by ((1 - a) * n_right - a * n_wrong) / units,
     # where n_right and n_wrong are the noise on the two counts.
     noise = math.sqrt(len(counts) * ((1 - accuracy) ** 2 + accuracy**2)) * sigma / units
-    spent = epsilon([(mechanism_of(sigma), requests)], delta).value
+    spent = epsilon([(mechanism_of(sigma), requests)], delta)
     return Score(t, accuracy, noise, units, len(counts), spent)
 
 

@@ -1,4 +1,4 @@
-"""Lines of a log that carry their facts as values, for logs in JSON."""
+"""Log lines with named values, which a log in JSON writes as fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Log = Callable[[str], None]
 
 
 class LogLine(str):
-    """A line of a log with named values, such as the round and the client.
+    """A log line with named values, such as the round and the client.
 
-    event  name of the event; all values must be JSON values
+    event   name of the event
+    fields  the values by name; each must be a JSON value
     """
 
     event: str

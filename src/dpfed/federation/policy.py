@@ -201,7 +201,7 @@ def check_spending(
     # exact epsilon is computed only if the bound exceeds the limit.
     if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
         return None
-    after = epsilon(spent, policy.delta).value
+    after = epsilon(spent, policy.delta)
     return _first_violation(
         (
             after <= policy.max_epsilon,

@@ -89,7 +89,7 @@ def causal_logits(model: nn.Module, weights: Weights, prepared: Batch) -> Tensor
 
 @dataclass(frozen=True)
 class _Head:
-    """The part of a model behind its body: output layer, and scaling or capping of logits.
+    """The layers of a model after its body: output layer, and scaling or capping of logits.
 
     hidden   hidden states that the body has computed, `[M, L, D]`
     module   the model with a stub in place of its body
@@ -143,7 +143,7 @@ def _split(model: nn.Module, weights: Weights, prepared: Batch) -> _Head | None:
     name = str(getattr(model, "base_model_prefix", ""))
     if not isinstance(getattr(model, name, None), nn.Module):
         return None
-    # A shallow copy with the same modules, so that `functional_call` finds tied weights as usual.
+    # This shallow copy has the same modules, so `functional_call` handles tied weights as usual.
     body = copy.copy(model)
     body.__class__ = _body_only(type(model))
     out = torch.func.functional_call(body, weights, (), dict(prepared))
@@ -196,7 +196,10 @@ def _sums_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _targets(inputs: Batch) -> Tensor:
-    """Return for each token but the last the token that follows, or `NO_TARGET`, `[M, L-1]`."""
+    """Return for each token, except the last, the token that follows it, `[M, L-1]`.
+
+    Tokens that the model must not predict are replaced by `NO_TARGET`.
+    """
     is_target = inputs.get("target_mask", inputs["attention_mask"])[:, 1:].bool()
     return inputs["input_ids"][:, 1:].long().masked_fill(~is_target, NO_TARGET)
 

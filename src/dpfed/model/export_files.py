@@ -18,10 +18,10 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """How the run reads image files.
+    """Settings with which the run reads image files.
 
-    crop  side in pixels of the square: the shorter side is resized to it, then the middle is cut
-          out; None if images keep their size
+    crop  side of the square in pixels: the shorter side is resized to it, then both ends of the
+          longer side are cut off; None if images keep their size
     grey  True if colours are turned into grey
     """
 
@@ -56,12 +56,8 @@ class Companions:
 MakeCompanions = Callable[[Reading], Companions]
 
 
-def no_companions(reading: Reading) -> Companions:
-    return Companions()
-
-
 class ImageInput(NamedTuple):
-    """How `image_inputs.images` turns an image record into the model's input.
+    """Settings with which `image_inputs.images` converts an image record to the model's input.
 
     spec       public facts about the records
     size       pixels per side after resizing; None keeps the size
@@ -83,8 +79,8 @@ class ImageInput(NamedTuple):
 def image_companions(entry: ImageInput) -> MakeCompanions:
     """Return the function that creates the image processor of an export.
 
-    The function takes an image processor of transformers if one can prepare images as the run does.
-    Otherwise it adds the code of the processor in `model/shipped` to the export.
+    If an image processor of transformers can prepare images as the run does, the export uses it.
+    Otherwise the export contains the processor in `model/shipped`, as Python code.
     """
 
     def make(reading: Reading) -> Companions:

@@ -31,7 +31,7 @@ def written(
     ends: Sequence[int],
     device: torch.device,
 ) -> list[int]:
-    """Return the tokens that a model writes after a prompt, each with the highest score.
+    """Return the tokens that greedy generation writes after a prompt.
 
     new_tokens  largest number of tokens to write
     ends        tokens that end a text
@@ -39,7 +39,7 @@ def written(
     from transformers import GenerationConfig
 
     given = torch.tensor([list(prompt)], device=device)
-    # A complete configuration, so that sampling that the model's files ask for does not apply.
+    # Pass a complete configuration, so that sampling options in the model's files have no effect.
     greedy = GenerationConfig(
         max_new_tokens=new_tokens,
         do_sample=False,

@@ -66,7 +66,10 @@ class GivenModule(ModelSection):
 
 
 def _prepare(model: nn.Module, spec: InputSpec) -> Prepare:
-    """Return the function that makes the argument of the module: pixels of 0 to 1, or numbers."""
+    """Return the function that prepares records for the module.
+
+    Pixels are divided by the value of full intensity; feature vectors do not change.
+    """
     if spec.kind == "text":
         raise DpfedError(
             "a torch module reads numbers, and the data are texts: give a Hugging Face model"
@@ -96,7 +99,10 @@ def _argument(model: nn.Module) -> str:
 
 
 def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) -> None:
-    """Raise DpfedError if the module does not compute one score for each class of a record."""
+    """Raise DpfedError if the module's output for a record is not one score for each class.
+
+    For "regress" the output must be one number for each record.
+    """
     name = type(model).__name__
     records = prepare(spec.synthetic(2, torch.Generator().manual_seed(0)))
     try:
@@ -112,7 +118,7 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
     shapes: list[tuple[int, ...]] = [(2, spec.classes)]
     need = f"the data have {spec.classes} classes"
     if spec.task == "regress":
-        # `regression` reads a column and a plain list of numbers.
+        # For regression the output may be a column, `[2, 1]`, or a plain list of numbers, `[2]`.
         shapes.append((2,))
         need = "a label is one number"
     if not isinstance(scores, Tensor) or scores.shape not in shapes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfed.config import LoraSection, ModelSection, nearest
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.frozen.quantised import has_quantised, is_quantised
 
 PREFIX = "base_model.model."
@@ -201,10 +201,11 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
             return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)
     except Exception as error:
-        # peft raises errors of many classes if an adapter does not fit, so catch all of them.
-        reason = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
+        # peft raises errors of many classes if an adapter does not fit, so catch all of them. The
+        # last line of the message names the tensor.
+        cause = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(
-            f"model.adapter = {folder!r} does not fit {type(model).__name__}: {reason}"
+            f"model.adapter = {folder!r} does not fit {type(model).__name__}: {cause}"
         ) from None
     lacking = [k for k in outcome.missing_keys if ".lora_" in k]
     if outcome.unexpected_keys or lacking:
@@ -229,8 +230,9 @@ def _read_adapter(folder: Path) -> tuple[Any, dict[str, Tensor]]:
         return config, load_file(folder / "adapter_model.safetensors")
     except Exception as error:
         # Damaged files raise errors of many classes, so catch all of them.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise DpfedError(f"model.adapter = {str(folder)!r} cannot be read: {reason}") from None
+        raise DpfedError(
+            f"model.adapter = {str(folder)!r} cannot be read: {reason(error)}"
+        ) from None
 
 
 def _with_head(

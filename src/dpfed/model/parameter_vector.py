@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -123,17 +123,9 @@ class Space:
         return Space(self.names, self.shapes, self.block_names, self.blocks.to(device))
 
 
-def space_of(
-    tensors: Mapping[str, Tensor],
-    block_names: Sequence[str] | None = None,
-    blocks: Tensor | None = None,
-) -> Space:
-    """Return the space of these tensors. Without `blocks`, each tensor is one block."""
+def space_of(tensors: Mapping[str, Tensor]) -> Space:
+    """Return the space of these tensors, in which each tensor is one block."""
     names = tuple(tensors)
-    shapes = tuple(tensors[name].shape for name in names)
-    if blocks is None:
-        blocks = torch.repeat_interleave(
-            torch.arange(len(names)), torch.tensor([prod(s) for s in shapes])
-        )
-        block_names = names
-    return Space(names, shapes, tuple(block_names or ()), blocks)
+    shapes = tuple(tensor.shape for tensor in tensors.values())
+    sizes = torch.tensor([prod(shape) for shape in shapes])
+    return Space(names, shapes, names, torch.repeat_interleave(torch.arange(len(names)), sizes))

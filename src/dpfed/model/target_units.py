@@ -15,7 +15,7 @@ from dpfed.model.task import InputSpec
 
 
 def can_convert(model: nn.Module, head: str) -> bool:
-    """Return True for a model of transformers whose head has a bias, which adds `spec.center`."""
+    """Return True for a model of transformers whose head has a bias; others cannot be converted."""
     layer = _last_layer(model, head) if hasattr(model, "config") else None
     return layer is not None and layer.bias is not None
 
@@ -27,7 +27,7 @@ def to_user_unit(model: nn.Module, head: str, spec: InputSpec) -> None:
 
 
 def to_standard_unit(model: nn.Module, head: str, spec: InputSpec) -> None:
-    """Change a head that gives numbers in the user's unit so that they are standardised.
+    """Change a head that gives numbers in the user's unit so that it gives standardised numbers.
 
     A new head is zero and is left unchanged.
     """
@@ -43,9 +43,10 @@ def _change_output(layer: nn.Linear, factor: float, offset: float) -> None:
 
 
 def _last_layer(model: nn.Module, head: str) -> Any:
-    """Return the last linear layer of the head called `head`; of its trained copy, if peft has one.
+    """Return the last linear layer of the module `head`, which computes the output of the model.
 
-    This layer computes the output of every head of transformers. Return None if there is none.
+    If peft has replaced the module by a trained copy, return the layer of the copy. Return None if
+    there is no linear layer.
     """
     module = model.get_submodule(head)
     copies = getattr(module, "modules_to_save", None)

@@ -58,7 +58,8 @@ class InputSpec:
         return {self.name: ids.to(torch.int32), "attention_mask": mask.to(torch.uint8)}
 
 
-Judge = Callable[[Tensor, Tensor], Tensor]
+# A function (scores, labels) -> one number for each record.
+PerRecord = Callable[[Tensor, Tensor], Tensor]
 
 
 def class_examples(count: int, classes: int) -> Tensor:
@@ -78,8 +79,8 @@ class Task:
     examples  (count, classes) -> labels for checks on synthetic records
     """
 
-    loss: Judge
-    correct: Judge | None = None
+    loss: PerRecord
+    correct: PerRecord | None = None
     name: Literal["classify", "causal", "regress", "multilabel"] = "classify"
     predict: Callable[[Tensor], Tensor] = lambda scores: scores.double().softmax(1)
     examples: Callable[[int, int], Tensor] = class_examples
@@ -105,7 +106,7 @@ def label_losses(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def right_labels(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return for each record the share of its labels for which probability 1/2 decides right."""
+    """Return for each record the share of labels that are predicted right at the threshold 1/2."""
     return ((scores > 0) == labels.bool()).float().mean(1)
 
 
@@ -121,7 +122,8 @@ MULTILABEL = Task(
     lambda scores: scores.double().sigmoid(),
     label_examples,
 )
-# The scores of a causal language model are each record's loss, accuracy and number of targets.
+# A causal language model has three scores for each record: loss, accuracy and number of targets.
+# This is the index of the last one.
 TARGETS = 2
 NEXT_TOKEN = Task(
     lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], "causal"

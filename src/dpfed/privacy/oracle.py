@@ -108,8 +108,8 @@ class PassLimits:
     max_slots  most rows in one pass; a record has one row for each of its augmentations
     fixed      computes sums in passes of a fixed shape, for batches that allow it; None to use
                passes of varying size for all batches
-    places     records in each pass of exact isolation; the model must have passed the test of
-               places for this number, and 1 needs no test
+    places     number of records in each pass of exact isolation; a number above 1 must be the one
+               that `settle_places` tested for this model
     """
 
     max_slots: int = 512
@@ -156,8 +156,8 @@ class FleetOracle:
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
         ]
         self._place_draws = _place_draws(terms)
-        # Steps that are computed again must repeat the same noise: fresh noise would be a second
-        # release, which is not charged.
+        # If a failed round is computed again, its noise must be the same: new noise would make it
+        # a second release, which is not charged.
         self._noise = list(
             noise or [terms.streams.noise(terms.round, i, self._device) for i in clients]
         )
@@ -214,9 +214,9 @@ class FleetOracle:
 
     @property
     def below(self) -> Tensor:
-        """The noised share of units with a norm of at most C, `[S, 1]`, for quantile clipping.
+        """Return the noised share of units whose gradient norm is at most C, `[S, 1]`.
 
-        The share is the mean over all releases of this round so far; 0 before the first release.
+        Quantile clipping needs it. It is the mean over this round's releases so far, at first 0.
         """
         return self._below / max(1, self._counted)
 
@@ -228,9 +228,25 @@ class FleetOracle:
         return joined_batch(self._data.units, self._clients, positions, places, self._drawn)
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
+        """Return the clients' noised mean gradients of a batch at `theta`, and noise variances.
+
+        If memory runs out, compute the batch again in smaller passes. Raise the out-of-memory error
+        if a pass of one record does not fit either.
+        """
         self._admit(theta)
         self._released += 1
-        total, count = self._add_noise(*self._sum_that_fits(theta, batch))
+        sums: tuple[Tensor, Tensor] | None = None
+        while sums is None:
+            try:
+                sums = self._clipped_sum(theta, batch)
+            except Exception as error:
+                if not out_of_memory(error) or self._smallest_passes:
+                    raise
+            # Free memory only here: the exception keeps the memory of the failed pass alive until
+            # the except block ends.
+            if sums is None:
+                self._use_smaller_passes()
+        total, count = self._add_noise(*sums)
         self._wait_for_charge()
         if self._plan.clipping.counts:
             # Divide by the expected batch size, because the size of the drawn batch is private.
@@ -238,29 +254,19 @@ class FleetOracle:
             self._counted += 1
         return total / self._expected, self.phi
 
-    def _sum_that_fits(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        """Return the result of `_clipped_sum`; if memory runs out, compute it in smaller passes.
+    def _use_smaller_passes(self) -> None:
+        """Lower the limits for this batch and all later batches, and free the unused memory.
 
-        An out-of-memory error is raised if not even one record fits.
+        The new limits do not depend on the batch, because they would then reveal its size.
         """
-        while True:
-            try:
-                return self._clipped_sum(theta, batch)
-            except Exception as error:
-                # Halve the limit for every batch: a limit that depends on the batch would reveal
-                # the batch size.
-                if not out_of_memory(error) or self._smallest_passes:
-                    raise
-            # Free memory only here, after the except block. Until the block ends, the exception
-            # keeps the memory of the failed pass alive.
-            if self.fixed is not None:
-                self.fixed = None
-            elif self._exact:
-                # One record at a time: no other number of places was tested for this model.
-                self.places = 1
-            else:
-                self.max_slots //= 2
-            free(self._device)
+        if self.fixed is not None:
+            self.fixed = None
+        elif self._exact:
+            # One record at a time: no other number of places was tested for this model.
+            self.places = 1
+        else:
+            self.max_slots //= 2
+        free(self._device)
 
     @property
     def _smallest_passes(self) -> bool:
@@ -384,7 +390,7 @@ class FleetOracle:
 
 
 def _place_draws(terms: RoundTerms) -> list[np.random.Generator]:
-    """Return a generator of places for each client; none without exact isolation."""
+    """Return a random generator of places for each client; [] without exact isolation."""
     if terms.isolation != "exact":
         return []
     return [terms.streams.generator("place", terms.round, i) for i in terms.clients]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import decimal
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from typing import TypeGuard
 
-NO_FIGURE = "none"
+# Number of significant digits of an epsilon in a plot.
 PLOTTED_DIGITS = 5
 # Every float has fewer than 1,200 decimal digits in all, so this context never rounds.
 _EXACT = decimal.Context(prec=1200)
@@ -49,7 +50,7 @@ def show_lower_bound(value: float | None, places: int = 3) -> str:
 def show_score(value: float | None, places: int = 3) -> str:
     """Return an accuracy or another score with `places` decimals, rounded to nearest."""
     text = _fixed(value, places, ROUND_HALF_EVEN)
-    # A score such as R2 may be a little below zero by rounding.
+    # Show no minus sign if a negative score such as -0.0001 is rounded to zero.
     is_zero = "0" in text and not text.strip("-0.")
     return text.removeprefix("-") if is_zero else text
 
@@ -61,9 +62,7 @@ def show_perplexity(value: float | None) -> str:
 
 def show_number(value: float | None) -> str:
     """Return a number in the user's unit with at most four digits, rounded to nearest."""
-    if value is None or not math.isfinite(value):
-        return _no_number(value)
-    return f"{value:.4g}"
+    return f"{value:.4g}" if _is_finite(value) else _no_number(value)
 
 
 def show_percent(value: float | None, places: int = 1, sign: bool = False) -> str:
@@ -71,19 +70,14 @@ def show_percent(value: float | None, places: int = 1, sign: bool = False) -> st
 
     With `sign`, a plus sign precedes numbers that are not negative.
     """
-    if value is None or not math.isfinite(value):
-        return _no_number(value)
-    hundredfold = _EXACT.multiply(_decimal(value), Decimal(100))
-    text = format(hundredfold.quantize(_unit(-places), ROUND_HALF_EVEN, _EXACT), "f")
-    return text if text.startswith("-") or not sign else f"+{text}"
+    text = _fixed(value, places, ROUND_HALF_EVEN, factor=100)
+    return f"+{text}" if sign and text[0].isdigit() else text
 
 
 def show_percent_loss(value: float | None, places: int = 1) -> str:
     """Return an attacker's rate (0.25 for 25 %) as a percentage, rounded up and at most 100."""
-    if value is None or not math.isfinite(value):
-        return _no_number(value)
-    hundredfold = min(_EXACT.multiply(_decimal(value), Decimal(100)), Decimal(100))
-    return format(hundredfold.quantize(_unit(-places), ROUND_CEILING, _EXACT), "f")
+    capped = min(value, 1.0) if _is_finite(value) else value
+    return _fixed(capped, places, ROUND_CEILING, factor=100)
 
 
 def show_setting(value: float) -> str:
@@ -105,18 +99,26 @@ def _unit(exponent: int) -> Decimal:
     return Decimal((0, (1,), exponent))
 
 
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
 def _no_number(value: float | None) -> str:
-    return NO_FIGURE if value is None else repr(float(value))
+    """Return the text for None, infinity or NaN."""
+    return "none" if value is None else repr(float(value))
 
 
-def _fixed(value: float | None, places: int, rounding: str) -> str:
-    if value is None or not math.isfinite(value):
+def _fixed(value: float | None, places: int, rounding: str, factor: int = 1) -> str:
+    """Return `factor` times the value, with `places` decimals."""
+    if not _is_finite(value):
         return _no_number(value)
-    return format(_decimal(value).quantize(_unit(-places), rounding, _EXACT), "f")
+    product = _EXACT.multiply(_decimal(value), Decimal(factor))
+    return format(product.quantize(_unit(-places), rounding, _EXACT), "f")
 
 
 def _significant(value: float | None, digits: int, rounding: str) -> str:
-    if value is None or not math.isfinite(value):
+    """Return the value with at most `digits` significant digits."""
+    if not _is_finite(value):
         return _no_number(value)
     exact = _decimal(value)
     last = exact.adjusted() - digits + 1

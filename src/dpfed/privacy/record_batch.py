@@ -62,7 +62,10 @@ class Gradients(Protocol):
         """
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Return sums of `raw_grads` `[S, P]` in the column order of `grads`; may change `raw`."""
+        """Return sums of `raw_grads`, `[S, P]`, with the columns in the order of `grads`.
+
+        This method may overwrite `raw`.
+        """
 
 
 @dataclass(frozen=True)
@@ -197,14 +200,17 @@ class RecordGradients:
     def of_columns(self, theta: Tensor, columns: Mapping[str, np.ndarray]) -> list[Tensor]:
         """Compute one pass: return the gradient `[M, n]` of each record.
 
-        columns  the records of the pass, with the names that `columns` returns
+        columns  arrays `[M]` that describe the records of the pass, as `columns` returns them
         """
         on_device = {name: torch.from_numpy(x).to(theta.device) for name, x in columns.items()}
         compute = self._records.model.grads
         return self._records.mean_gradients(compute, theta, **on_device)
 
     def columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
-        """Return the columns of the batch's records: record, client and the two secret keys."""
+        """Return four arrays `[M]` that describe the batch's records.
+
+        They are the record's index, its client's row, its dropout key and its augmentation key.
+        """
         return {
             "row": batch.row,
             "client": batch.client,

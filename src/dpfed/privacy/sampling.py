@@ -1,4 +1,4 @@
-"""Draw the batches of a fleet by Poisson or fixed-size sampling, as each `Mechanism` states."""
+"""Draw the batches of several clients, by Poisson or fixed-size sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecordsOfUnits(Protocol):
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """The batches that all clients of a fleet draw in one step: M records of U protected units.
+    """The batches that S clients draw in one step: M records of U protected units.
 
     row     `[M]` index of the record in the tensors that hold all records
     client  `[M]` row of theta `[S, P]` that belongs to the record's client
@@ -85,7 +85,7 @@ def fixed_size(rate: float, units: int) -> int:
 
 
 def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Positions]:
-    """Yield the unit positions of a new batch of this client, endlessly."""
+    """Yield the unit positions of one new batch after another, without end."""
     units = int(plan.sizes[client])
     mechanism = plan.mechanism(client)
     while True:
@@ -124,15 +124,15 @@ def joined_batch(
 def _keys(positions: Positions, counts: np.ndarray, step: int) -> np.ndarray:
     """Return a key `[M]` for each record, computed from its position at its client and the step.
 
-    Keys do not depend on the other clients of the fleet. They do depend on positions, and removing
-    a unit shifts the positions of all later units. `RecordGradients` therefore combines each key
-    with a secret seed, so that dropout and augmentations do not reveal positions.
+    Keys do not depend on other clients. They do depend on positions, and removing a unit shifts the
+    positions of all later units. `RecordGradients` therefore combines each key with a secret seed,
+    so that dropout and augmentations do not reveal positions.
     """
     unit = np.repeat(positions, counts).astype(np.uint64)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     within = (np.arange(len(unit)) - firsts).astype(np.uint64)
     with np.errstate(over="ignore"):
-        place = (unit << np.uint64(20)) + within
-        mixed = place * np.uint64(0x9E3779B97F4A7C15)
+        record = (unit << np.uint64(20)) + within
+        mixed = record * np.uint64(0x9E3779B97F4A7C15)
         mixed = mixed + np.uint64(step) * np.uint64(0xD1B54A32D192ED03)
     return np.asarray(mixed.astype(np.int64))

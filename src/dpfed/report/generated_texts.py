@@ -1,4 +1,4 @@
-"""The texts of a run's result that its language model wrote before and after training."""
+"""Read from a run's result the texts that the model wrote before and after training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MOST_LETTERS = 300
 
 
 def examples(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the examples of a result, each text on one line; those of damaged files are left out.
+    """Return the examples of a result, each text on one line, without damaged examples.
 
-    Of a long prompt its end remains, of another long text its beginning.
+    A long prompt is cut at its start, and another long text at its end.
     """
     found = result.get("examples")
     if not isinstance(found, list):

@@ -72,8 +72,8 @@ def apart(
     First the settings that differ are added. If labels are still equal, the entries of `places` are
     added, and then numbers.
 
-    shown, whole  settings as in `labels`
-    places        where the runs of each label come from
+    shown, whole  settings of each label, as in the function `labels`
+    places        text for each label that says where its runs come from, such as "study 1"
     """
     out = list(labels)
     for at in _equal(out):

@@ -23,9 +23,7 @@ OPERATOR_BANNER = (
     "For the operator only: this page shows what single clients have spent and what they hold. "
     "Made with --public, a page leaves that out."
 )
-THIRD_PARTY_ASSUMPTION = (
-    "it holds only while the seed, the cohorts and every figure of a single client stay secret"
-)
+
 # Scores of tasks that are not measured by accuracy: key in the result, name, and how it is shown.
 OTHER_SCORES = (("perplexity", "Perplexity", show_perplexity), ("r2", "R2", show_score))
 

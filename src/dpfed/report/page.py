@@ -101,7 +101,10 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 
 
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
-    """Return the table of runs that belong to no study, without data on searches of rates."""
+    """Return a table with one row per group, for runs that belong to no study.
+
+    Unlike a study's table, it has nothing about the search of learning rates.
+    """
     rows = []
     notes = [
         "accuracy: mean ± standard deviation over the runs of each method, on the server's public "

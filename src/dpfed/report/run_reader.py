@@ -131,12 +131,12 @@ class Privacy:
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return three lists: rounds, and the planned epsilon after each round for each view.
+        """Return (rounds, server's epsilon after each, third party's epsilon after each).
 
-        The views are the server's and the third party's. If the third party's epsilon does not
-        hold, the third list repeats the server's epsilons.
+        The epsilons are planned ones. If the third party's epsilon is void, the server's replaces
+        it.
         """
-        at, server, third = _over_rounds(self.planned)
+        at, server, third = over_rounds(self.planned)
         return at, server, server if self.void else third
 
 
@@ -222,7 +222,11 @@ def number(value: Any) -> float | None:
 
 
 @lru_cache(maxsize=64)
-def _over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+def over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return (rounds, server's epsilon after each, third party's epsilon after each), as planned.
+
+    The rounds are a selection that `rounds_shown` makes.
+    """
     at = rounds_shown(planned.rounds)
     return (
         at,

@@ -133,17 +133,17 @@ def larger_epsilon(table: Table) -> set[str]:
     return out
 
 
-def best_of(rows: Sequence[Row], without: set[str], least: int = 2) -> set[str]:
+def best_of(rows: Sequence[Row], excluded: set[str], least: int = 2) -> set[str]:
     """Return the labels of the rows with the highest mean score, ties included.
 
     Rows without privacy do not compete with private rows. The set is empty if fewer than `least`
     rows can be compared.
 
-    without  labels of rows that do not compete
+    excluded  labels of rows that do not compete
     """
     scored = [row for row in rows if row.mean is not None]
     private = [row for row in scored if row.private]
-    means = {row.label: row.mean or 0.0 for row in private or scored if row.label not in without}
+    means = {row.label: row.mean or 0.0 for row in private or scored if row.label not in excluded}
     if len(means) < least:
         return set()
     top = max(means.values(), default=0.0)
@@ -162,7 +162,8 @@ def size(count: float) -> str:
 def cells(table: Table) -> Words:
     """Return the names of the columns, and the cells of all rows, as text.
 
-    Marks in the cells refer to `footnotes`."""
+    Marks in the cells refer to `footnotes`.
+    """
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
     shown = table.measure.shown

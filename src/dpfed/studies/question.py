@@ -11,8 +11,8 @@ from dpfed.studies.arms import Arm, parse_arms, parse_grids, parse_names
 from dpfed.studies.presets import Grids, preset_arms
 from dpfed.studies.study import Study
 
-# Presets that set the noise themselves, with an example of the noise that they set. The methods of
-# `all` depend on the noise, so listing them needs an example.
+# These presets set the noise in their arms. The word `all` stands for other methods with sigma than
+# with a target epsilon, so `all` is expanded for this example of the preset's noise.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
@@ -37,7 +37,7 @@ class Question:
 
 
 def study_from(base: Config, question: Question, known: Registry, given: str = "") -> Study:
-    """Return the study of a question about the configuration `base`.
+    """Return the study that the options `question` describe, with the configuration `base`.
 
     given  hash of the data and the model that a program holds in memory; "" if none
     """

@@ -33,8 +33,7 @@ Point = tuple[float, ...]
 
 EXTRA = 2
 LIMIT = 5
-# A model that ignores its input has the blind loss. A loss below this share of the blind loss
-# shows that a model has learned.
+# A model has learned if its loss is below this share of the loss of a model that ignores its input.
 TAUGHT = 0.98
 # If the user gives only one candidate value, the next values are this value times or divided by
 # this factor.

@@ -36,19 +36,19 @@ class Scores:
 
 def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the model's outputs and the true labels of the test records, one batch at a time."""
-    records = len(job.test.labels)
+    records = len(job.public.test.labels)
     batch = min(MAX_BATCH, job.model.records_at_once(job.device))
     for first in range(0, records, batch):
         job.on_activity(Activity("test records", first, records))
         rows = torch.arange(first, min(first + batch, records), device=job.device)
-        inputs, labels = job.test.take(rows)
+        inputs, labels = job.public.test.take(rows)
         yield job.model.scores(theta, inputs), labels
 
 
 def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
-    """Return accuracy and mean loss on the server's test set; (None, None) without a test set.
+    """Return (accuracy, mean loss) on the server's test set; (None, None) without a test set.
 
-    Regression has no accuracy; None stands in its place.
+    The accuracy of regression is None.
     """
     task = job.model.task
     # One tensor holds all sums, so that the host waits only once for a copy from the GPU.
@@ -73,7 +73,7 @@ def r_squared(job: Job, loss: float | None) -> float | None:
     """
     if job.model.task.name != "regress" or loss is None or not math.isfinite(loss):
         return None
-    variance = float(job.test.labels.var(correction=0)) / job.spec.scale**2
+    variance = float(job.public.test.labels.var(correction=0)) / job.public.spec.scale**2
     return 1 - loss / variance if variance else None
 
 
@@ -96,7 +96,7 @@ def confusion(job: Job, theta: Tensor) -> Tensor:
 
     Row i, column j contains the number of records of class i that the model assigns to class j.
     """
-    count = len(job.classes)
+    count = len(job.public.classes)
     table = torch.zeros(count * count, dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
         table += torch.bincount((labels * count + scores.argmax(1)).cpu(), minlength=count * count)
@@ -113,19 +113,23 @@ def class_scores(table: Tensor) -> list[Scores]:
 
 def label_scores(job: Job, theta: Tensor) -> list[Scores]:
     """Return the scores of each label of multi-label data, whose support is its records."""
-    counts = torch.zeros(3, len(job.classes), dtype=torch.int64)
+    counts = torch.zeros(3, len(job.public.classes), dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
         found, true = (scores > 0).cpu(), labels.bool().cpu()
         counts += torch.stack([(found & true).sum(0), found.sum(0), true.sum(0)])
     return _class_scores(*counts)
 
 
-def _class_scores(right: Tensor, found: Tensor, true: Tensor) -> list[Scores]:
-    """Return the scores of each class from its numbers of right, predicted and true records."""
-    correct, predicted, support = right.double(), found.double(), true.double()
-    precision = correct / predicted.clamp_min(1)
-    recall = correct / support.clamp_min(1)
-    f1 = 2 * correct / (predicted + support).clamp_min(1)
+def _class_scores(correct: Tensor, predicted: Tensor, support: Tensor) -> list[Scores]:
+    """Return the scores of each class from its numbers of records, `[classes]`.
+
+    correct    records of the class that the model assigns to the class
+    predicted  records that the model assigns to the class
+    support    records of the class
+    """
+    precision = correct.double() / predicted.clamp_min(1)
+    recall = correct.double() / support.clamp_min(1)
+    f1 = 2 * correct.double() / (predicted + support).clamp_min(1)
     return [
         Scores(float(p), float(r), float(f), int(n))
         for p, r, f, n in zip(precision, recall, f1, support, strict=True)
@@ -140,7 +144,7 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     f1          only with two classes: F1 of the second class, as in the GLUE benchmark
     one_answer  only if the model predicts one class for all records: the name of this class
     """
-    if len(job.test.labels) == 0:
+    if len(job.public.test.labels) == 0:
         return {}
     others = {"causal": language_metrics, "regress": number_metrics, "multilabel": label_metrics}
     if job.model.task.name in others:
@@ -150,13 +154,15 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "accuracy": int(table.diag().sum()) / int(table.sum()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
-        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
+        "per_class": {
+            name: asdict(score) for name, score in zip(job.public.classes, scores, strict=True)
+        },
     }
     if len(scores) == 2:
         found["f1"] = scores[1].f1
     predicted = table.sum(0).nonzero().flatten().tolist()
     if len(predicted) == 1 and sum(s.support > 0 for s in scores) > 1:
-        found["one_answer"] = job.classes[predicted[0]]
+        found["one_answer"] = job.public.classes[predicted[0]]
     return found
 
 
@@ -168,7 +174,7 @@ def number_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     )
     squared = float(errors.square().mean())
     found = {"mae": float(errors.abs().mean()), "rmse": math.sqrt(squared)}
-    r2 = r_squared(job, squared / job.spec.scale**2)
+    r2 = r_squared(job, squared / job.public.spec.scale**2)
     return found if r2 is None else {**found, "r2": r2}
 
 
@@ -186,7 +192,9 @@ def label_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
         "accuracy": float(right.mean()),
         "exact_match": float((right == 1).double().mean()),
         "macro_f1": sum(s.f1 for s in scores) / len(scores),
-        "per_class": {name: asdict(score) for name, score in zip(job.classes, scores, strict=True)},
+        "per_class": {
+            name: asdict(score) for name, score in zip(job.public.classes, scores, strict=True)
+        },
     }
 
 
@@ -196,9 +204,9 @@ def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
     perplexity      exp of the mean loss of a target token
     token_accuracy  share of target tokens that have the highest score
     record_loss     mean over records of their mean loss, which training minimises
-    exact_match     only for completions and chats: share of records of which greedy generation
-                    gives all targets. With the true tokens before it, every target then has the
-                    highest score, and with several answers in a chat each follows the true ones.
+    exact_match     only for completions and chats: share of records of which every target has the
+                    highest score, given the true tokens before it. Greedy generation then writes
+                    exactly these targets, if the true earlier answers of a chat precede each answer
     """
     parts = [scores[scores[:, TARGETS] > 0] for scores, _ in scored_batches(job, theta)]
     scores = torch.cat(parts).double()
@@ -210,6 +218,6 @@ def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
         "token_accuracy": float(scores[:, 1] @ share),
         "record_loss": float(scores[:, 0].mean()),
     }
-    if "target_mask" in job.test.inputs:
+    if "target_mask" in job.public.test.inputs:
         found["exact_match"] = float((scores[:, 1] == 1).double().mean())
     return found

@@ -176,9 +176,9 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
 
 
 def _with_plain_base(trained: Trained) -> Trained:
-    """Return the run with the plain weights of a base that it quantised.
+    """Return the run with its base weights unquantised, as the hub or the folder has them.
 
-    A sum of base and adapter would be rounded again if it were stored in few bits.
+    If the sum of base and adapter were stored in four bits, it would be rounded again.
     """
     section: Any = trained.config.model
     if getattr(section, "quantize", "none") == "none":
@@ -200,7 +200,7 @@ def _with_plain_base(trained: Trained) -> Trained:
 def configure(trained: Trained) -> None:
     """Add class names and model-specific entries to the model configuration that is exported.
 
-    Call this once: the head of a regression then gives numbers in the user's unit.
+    Call this only once: it also changes the head of a regression to predict in the user's unit.
     """
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:

@@ -191,7 +191,7 @@ def _ready(
     remote: Any = backend if job.served else None
     checkpoints = Checkpoints(folder.checkpoints, job_hash(run_identity(job), job.theta), states)
     saved = _load_checkpoint(job, folder, checkpoints, remote) if place.resume else None
-    spending = Spending.of_run(job, *accounts, saved.taken if saved else None)
+    spending = Spending.of_run(job, *accounts, saved.rounds_taken if saved else None)
     if place.resume:
         _record_changes(job, place, saved)
     rounds = folder.rounds(saved.progress.t, saved.progress.state) if saved else []

@@ -54,7 +54,7 @@ def result_of(
         result["last_accuracy"] = last.last_accuracy
     result |= {
         "test_loss": loss,
-        "test_records": len(job.test.labels),
+        "test_records": len(job.public.test.labels),
         "start_accuracy": first.accuracy,
         **other_scores(job, first, last),
         "epsilon": spending.figures(),
@@ -64,15 +64,15 @@ def result_of(
         "release": note,
         "algorithm": job.algorithm.name,
         "clients": job.schedule.clients,
-        "client_names": client_names(job.config) if job.served else list(job.shards.names),
+        "client_names": client_names(job.config) if job.served else list(job.private.shards.names),
         "largest_client": int(job.plan.sizes.max()),
         "records": int(job.plan.sizes.sum()),
         "task": job.model.task.name,
-        "classes": list(job.classes),
-        "input": asdict(job.spec),
+        "classes": list(job.public.classes),
+        "input": asdict(job.public.spec),
         "parameters": job.space.size,
         "blocks": job.space.num_blocks,
-        "traffic": traffic(job.algorithm, job.space, job.config.federation).as_dict(),
+        "traffic": asdict(traffic(job.algorithm, job.space, job.config.federation)),
         "seed": job.config.run.seed,
         "rounds": last.t,
         "seconds": last.seconds,
@@ -96,7 +96,7 @@ def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]
 
 
 def task_name(config: Config, result: Mapping[str, Any]) -> str:
-    """Return the task of a run; results of old versions do not say it."""
+    """Return the task of a run. Results of old versions lack it, so the model's name decides."""
     causal = config.model.name == "auto-causal"
     return str(result.get("task") or ("causal" if causal else "classify"))
 

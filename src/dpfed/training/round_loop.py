@@ -16,9 +16,9 @@ from dpfed.training.backends.finite_check import begin_finite_check
 from dpfed.training.budget.participation import choose_cohort
 from dpfed.training.budget.spending import Spending
 from dpfed.training.callbacks.base import Callback
-from dpfed.training.evaluation import evaluate, r_squared
+from dpfed.training.evaluation import evaluate
 from dpfed.training.job.job import Job
-from dpfed.training.job.public_score import chosen_score, own_score
+from dpfed.training.job.public_score import chosen_score, with_scores
 from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round
 from dpfed.training.server_state import State
@@ -63,7 +63,7 @@ class RoundLoop:
                 if is_over(self.job, state):
                     break
                 self.stop()
-                eligible = self.spending.enough(t)
+                eligible = self.spending.require_eligible(t)
                 cohort = choose(self.job, t, eligible, self.spending.rounds_taken)
                 wait_for_charge = self.spending.begin_charge(t, cohort)
                 scored = self._is_scored(t)
@@ -103,12 +103,9 @@ class RoundLoop:
     def _round_zero(self) -> Progress:
         """Evaluate the initial vector, report it as round 0 and return the progress so far."""
         state = first_state(self.job)
-        accuracy, loss = evaluate(self.job, state.theta)
         epsilon = self.spending.server_max()
-        clip = self.job.plan.clip
-        score = own_score(self.job, state.theta)
-        round = Round(0, accuracy, loss, epsilon, 0, 0, clip, 0.0, state.theta, score=score)
-        round = replace(round, r2=r_squared(self.job, loss))
+        round = Round(0, None, None, epsilon, 0, 0, self.job.plan.clip, 0.0, state.theta)
+        round = with_scores(self.job, round, state.theta)
         state = state.judged(chosen_score(self.job, round), 0)
         self.callbacks.on_round(replace(round, best=state.best))
         return Progress(0, state)
@@ -143,26 +140,17 @@ class RoundLoop:
         epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
         """
-        accuracy, loss = evaluate(self.job, state.result)
+        scored = with_scores(self.job, round, state.result)
         last = evaluate(self.job, state.theta)[0] if state.average is not None else None
-        score = own_score(self.job, state.result)
         seconds = time.perf_counter() - started
-        scored = replace(
-            round,
-            accuracy=accuracy,
-            loss=loss,
-            last_accuracy=last,
-            score=score,
-            r2=r_squared(self.job, loss),
-            epsilon=epsilon() if epsilon else None,
-            seconds=seconds,
-        )
+        waited = epsilon() if epsilon else None
+        scored = replace(scored, last_accuracy=last, epsilon=waited, seconds=seconds)
         state = state.judged(chosen_score(self.job, scored), round.t)
         return replace(scored, best=state.best), state
 
 
 def is_over(job: Job, state: State) -> bool:
-    """Return True if `run.early_stopping` evaluations have not found a better score."""
+    """Return True if the last `run.early_stopping` evaluations have not found a better score."""
     patience = job.config.run.early_stopping
     return patience is not None and state.best is not None and int(state.best.waited) >= patience
 

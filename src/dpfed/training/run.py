@@ -58,9 +58,9 @@ def run(
         return result
 
 
-def assist(config: Config, group: Group, source: Source | None = None) -> None:
+def assist(config: Config, group: Group) -> None:
     """Compute this process's share of every round of a torchrun run.
 
     Rank 0 of torchrun calls `run` instead, and all other processes call this function.
     """
-    follow(prepare(config, source), group)
+    follow(prepare(config), group)

@@ -18,12 +18,14 @@ BEST = "run.best."
 
 @dataclass(frozen=True)
 class Best:
-    """The round with the best score on public data so far. Its fields are tensors on the CPU.
+    """The round with the best score on public data so far.
 
-    theta   the evaluated vector of this round, on the device
+    theta   the evaluated vector of this round, `[P]` on the device
     score   its score; larger is better
     round   its number
     waited  number of evaluations since then
+
+    `score`, `round` and `waited` are scalar tensors on the CPU.
     """
 
     theta: Tensor
@@ -33,7 +35,10 @@ class Best:
 
     @classmethod
     def none_yet(cls, theta: Tensor) -> Best:
-        """Return a start with the lowest finite score, so that checks for infinity pass."""
+        """Return the value before the first evaluation, with the lowest finite score.
+
+        The score is not minus infinity, because a run stops if its state is not finite.
+        """
         lowest = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
         return cls(theta, lowest, torch.tensor(0), torch.tensor(0))
 
@@ -99,7 +104,10 @@ class State:
         return State(server, clip, summed, average * self.weight + (1 - average), self.best)
 
     def judged(self, score: float | None, t: int) -> State:
-        """Return the state after the evaluation of round t; without a best round it is the same."""
+        """Return the state after the evaluation of round t, with the best round so far.
+
+        Return the state unchanged if it keeps no best round, or if the round has no score.
+        """
         if self.best is None or score is None:
             return self
         return dataclasses.replace(self, best=self.best.after(self.result, score, t))

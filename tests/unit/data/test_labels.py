@@ -11,7 +11,7 @@ import pandas
 import pytest
 import torch
 
-from dpfed.data.labels import Column, encode_numbers, encode_sets, set_names, with_names
+from dpfed.data.labels import Column, encode_numbers, encode_sets, stated_names, with_names
 from dpfed.data.sources.in_memory import source_of
 from dpfed.data.sources.npz import Npz
 from dpfed.data.sources.text_table import TextTable
@@ -91,8 +91,8 @@ def test_what_is_no_number_is_named(value: Any) -> None:
 def test_names_of_class_numbers_in_lists() -> None:
     feature = SimpleNamespace(feature=SimpleNamespace(names=["film", "new"]))
     data = SimpleNamespace(features={"labels": feature})
-    assert set_names(data, "labels") == ("film", "new")
-    assert set_names(data, "other") == ()
+    assert stated_names(data, "labels") == ("film", "new")
+    assert stated_names(data, "other") == ()
     assert with_names(column([1, 0], []), ("film", "new")).values == [["new", "film"], []]
     with pytest.raises(DpfedError, match="give class numbers from 0 to 1"):
         with_names(column([2]), ("film", "new"))

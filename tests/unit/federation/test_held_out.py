@@ -178,7 +178,7 @@ def scores_of_held_out(job: Job, theta: torch.Tensor, rows: Any, places: Any) ->
         scores=job.model.scores,
         task=Task(lambda scores, labels: scores, noted),
     )
-    inputs, labels = job.records.take(torch.as_tensor(rows))
+    inputs, labels = job.private.records.take(torch.as_tensor(rows))
     held_out = HeldOut(Records(inputs, labels), shards_of(np.zeros(len(rows), dtype=np.int64), 1))
     draws: Any = None if places is None else Places(places)
     noised_counts(model, theta, held_out, 5.0, ConstantNoise(), draws)
@@ -276,8 +276,8 @@ def training(job: Job, t: int) -> Any:
 
 def test_counts_are_paid_from_the_same_epsilon(job: Job, tmp_path: Path) -> None:
     step = job.plan.mechanism(0)
-    both = epsilon([(step, 2), (mechanism_of(5.0), 1)], 1e-5).value
-    assert both > epsilon([(mechanism_of(5.0), 1)], 1e-5).value
+    both = epsilon([(step, 2), (mechanism_of(5.0), 1)], 1e-5)
+    assert both > epsilon([(mechanism_of(5.0), 1)], 1e-5)
     client = client_of(job, 0, tmp_path, **HELD, max_epsilon=both * 1.001)
     server = scoring_server(job)
     client.answer(pack(training(job, 1)))
@@ -324,7 +324,7 @@ def test_the_servers_figure_comes_with_its_noise() -> None:
     assert score_of(4, [(-3.0, 1.0)], 5.0, 2, 1e-5) is None
     assert score_of(4, [], 5.0, 2, 1e-5) is None
     assert (score.units, score.clients) == (100, 2)
-    assert score.epsilon == pytest.approx(epsilon([(mechanism_of(5.0), 2)], 1e-5).value)
+    assert score.epsilon == pytest.approx(epsilon([(mechanism_of(5.0), 2)], 1e-5))
 
 
 def test_a_count_that_cannot_be_is_named_and_left_out(job: Job) -> None:
@@ -389,7 +389,7 @@ def test_a_whole_run_with_counts_goes_on_after_a_kill_without_paying_twice(
             assert [(row.charge.round, row.charge.part) for row in ledger.rows()] == [
                 (t, part) for t in (1, 2, 3, 4) for part in ("train", "evaluate")
             ]
-            spent = epsilon(ledger.history(name), settings.privacy.delta).value
+            spent = epsilon(ledger.history(name), settings.privacy.delta)
         # The server's figure includes the counts on held-out records.
         assert spent <= result["epsilon"]["server_worst"] * (1 + 1e-6)
         assert spent > 0.99 * result["epsilon"]["server_worst"]

@@ -69,7 +69,7 @@ def test_a_request_outside_the_policy_is_refused(
 
 
 def test_epsilon_counts_the_whole_history_and_this_round() -> None:
-    after_three = epsilon([(STEP, 15)], 1e-5).value
+    after_three = epsilon([(STEP, 15)], 1e-5)
     for margin, refused in ((1.001, False), (0.999, True)):
         reason = check_training(TERMS, policy(max_epsilon=after_three * margin), STEP, [(STEP, 10)])
         assert (reason is not None) is refused

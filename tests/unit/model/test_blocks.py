@@ -14,7 +14,7 @@ from transformers.models.roberta.configuration_roberta import RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaForSequenceClassification
 
 from dpfed.model.blocks import Architecture, architecture_of, block_index, head_rows
-from dpfed.model.parameter_vector import Space, space_of
+from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import trainable
 
 
@@ -23,7 +23,7 @@ def partition(
 ) -> Space:
     shapes = {n: p.shape for n, p in trainable(model).items()}
     names, index = block_index(model, shapes, architecture or architecture_of(model), **options)  # type: ignore[arg-type]
-    return space_of(trainable(model), names, index)
+    return Space(tuple(shapes), tuple(shapes.values()), tuple(names), index)
 
 
 def blocks_of(space: Space, tensor: str) -> list[str]:

@@ -78,7 +78,8 @@ def test_block_mean_and_expand(
 ) -> None:
     tensors = tensors_of(shapes)
     names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
-    space = space_of(tensors, names, index)
+    shapes_of = tuple(tensor.shape for tensor in tensors.values())
+    space = Space(tuple(tensors), shapes_of, tuple(names), index)
     values = torch.randn(*lead, space.num_blocks)
     torch.testing.assert_close(space.block_mean(space.expand(values)), values)
     vector = torch.randn(*lead, space.size)
@@ -105,7 +106,7 @@ def test_means_of_blocks_of_any_length(
         torch.unique(which, return_inverse=True)[1], torch.tensor(lengths)
     )
     names = [f"b{i}" for i in range(int(index.max()) + 1)]
-    space = space_of({"a": torch.zeros(sum(lengths))}, names, index)
+    space = Space(("a",), (torch.Size([sum(lengths)]),), tuple(names), index)
     # A vector with a stride.
     vector = torch.randint(-9, 10, (*lead, 2 * space.size), generator=generator).float()[..., ::2]
     want = torch.stack(
@@ -145,7 +146,8 @@ def test_order_inside_a_block_does_not_matter(shapes: list[tuple[int, ...]], see
     """Permuting the coordinates of a block leaves its mean."""
     tensors = tensors_of(shapes)
     names, index = blocks_of(sum(t.numel() for t in tensors.values()), seed)
-    space = space_of(tensors, names, index)
+    shapes_of = tuple(tensor.shape for tensor in tensors.values())
+    space = Space(tuple(tensors), shapes_of, tuple(names), index)
     vector = torch.randn(space.size)
     permuted = vector.clone()
     for b in range(len(names)):

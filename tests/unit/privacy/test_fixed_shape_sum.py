@@ -116,10 +116,10 @@ WAYS = ["plain", pytest.param("kernels", marks=with_triton)]
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "plain":
-        monkeypatch.setattr(matrices_module, "kernels_for", lambda rows: None)
+        monkeypatch.setattr(matrices_module, "kernels_for", lambda name, rows: None)
     else:
         monkeypatch.setattr(accel, "interpreted", DEVICE.type == "cpu")
-        assert matrices_module.kernels_for(torch.zeros(1, 1, device=DEVICE)) is not None
+        assert accel.kernels_for("rows", torch.zeros(1, 1, device=DEVICE)) is not None
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
@@ -224,12 +224,12 @@ def test_kernels_that_are_not_right_are_not_used(
 
     monkeypatch.setattr(accel, "interpreted", True)
     monkeypatch.setattr(row_kernels, "right", right)
-    matrices_module._checked_kernels.cache_clear()
+    accel._checked_kernels.cache_clear()
     rows = torch.tensor([[3.0, 4.0], [math.nan, 1.0]])
     assert row_norms([rows])[0].item() == 5.0
     joined = matrices_module.GradientMatrices([rows], [[0]], [2])
     joined.clear(torch.tensor([True, False]))
-    matrices_module._checked_kernels.cache_clear()
+    accel._checked_kernels.cache_clear()
     assert rows.tolist() == [[3.0, 4.0], [0.0, 1.0]]
     assert len(caplog.records) == 1
     assert "\n" not in caplog.text.strip()
@@ -239,8 +239,8 @@ def test_kernels_that_are_not_right_are_not_used(
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices_module, "_checked_kernels", MagicMock(side_effect=AssertionError))
-    assert matrices_module.kernels_for(torch.zeros(1, 1)) is None
+    monkeypatch.setattr(accel, "_checked_kernels", MagicMock(side_effect=AssertionError))
+    assert accel.kernels_for("rows", torch.zeros(1, 1)) is None
 
 
 def test_half_precision_gradients_are_clipped_in_full_precision() -> None:
@@ -351,10 +351,14 @@ def test_dropout_is_the_same_in_any_slot() -> None:
 def test_units_of_several_records_take_the_other_way() -> None:
     """A unit is averaged before it is clipped, which slots of single records cannot do."""
     job = job_of("run.slots=24")
-    shards = replace(job.shards, units=job.shards.units[::2], clients=job.shards.clients // 2)
+    shards = replace(
+        job.private.shards,
+        units=job.private.shards.units[::2],
+        clients=job.private.shards.clients // 2,
+    )
     sizes = np.diff(shards.clients)
     plan = replace(job.plan, sizes=sizes, expected=job.plan.rates * sizes)
-    halved = replace(job, shards=shards, plan=plan)
+    halved = replace(job, private=replace(job.private, shards=shards), plan=plan)
     plain = replace(halved, config=replace(job.config, run=replace(job.config.run, slots="auto")))
     assert torch.equal(after(halved), after(plain))
 
@@ -372,7 +376,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     )
     rows, client = np.arange(5), np.array([0, 1, 1, 0, 1])
     monkeypatch.setattr(BatchedConv2d, "_product_is_faster", lambda self, x: False)
-    inputs, labels = job.records.take(torch.from_numpy(rows))
+    inputs, labels = job.private.records.take(torch.from_numpy(rows))
     alone = [
         torch.cat(
             job.model.grads(
@@ -396,7 +400,7 @@ def test_sums_of_a_convolutional_network_trained_in_full(
     again = job_of(*options)
     assert again.model._gradient_layout.by_pieces
     shape = PassShape(2, 8, again.space.size)
-    pass_ = FixedSum(again.model, again.records, Clipping(), None, shape)
+    pass_ = FixedSum(again.model, again.private.records, Clipping(), None, shape)
     arrays = {"row": rows, "client": client, "dropout": 0 * rows, "augment": 0 * rows}
     grouped, groups = matrices_module.grouped, []
     monkeypatch.setattr(
@@ -432,7 +436,7 @@ def test_a_compiled_model_gives_the_same_gradients() -> None:
         3, plain.space.size, generator=torch.Generator().manual_seed(0)
     )
     for _ in range(2):
-        inputs, labels = plain.records.take(rows)
+        inputs, labels = plain.private.records.take(rows)
         for a, b in zip(
             plain.model.grads(theta, client, inputs, labels),
             compiled.model.grads(theta, client, inputs, labels),
@@ -489,7 +493,7 @@ def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_
     """
     job = job_of("run.slots=16")
     shape = PassShape(1, 16, job.space.size)
-    fixed = FixedSum(job.model, job.records, job.plan.clipping, None, shape)
+    fixed = FixedSum(job.model, job.private.records, job.plan.clipping, None, shape)
     where: list[object] = ["another"]
     seen: list[tuple[str, object, object]] = []
 
@@ -513,8 +517,8 @@ def test_a_pass_is_captured_on_the_device_of_its_tensors_and_whoever_else_is_at_
     fixed.load(job.theta.unsqueeze(0), 1.0)
     fixed._capture()
     assert fixed._graph is not None
-    assert {device for _, device, _ in seen} == {job.records.labels.device}
-    assert ("graph", job.records.labels.device, "thread_local") in seen
+    assert {device for _, device, _ in seen} == {job.private.records.labels.device}
+    assert ("graph", job.private.records.labels.device, "thread_local") in seen
 
 
 def test_a_captured_pass_that_computes_something_else_is_not_used(
@@ -523,7 +527,7 @@ def test_a_captured_pass_that_computes_something_else_is_not_used(
     """A capture skips the guards of compilers; the fourth computation is the captured one."""
     job = job_of("run.slots=16")
     shape = PassShape(1, 16, job.space.size)
-    fixed = FixedSum(job.model, job.records, job.plan.clipping, None, shape)
+    fixed = FixedSum(job.model, job.private.records, job.plan.clipping, None, shape)
     for name in (
         "device",
         "Stream",

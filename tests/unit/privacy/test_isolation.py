@@ -58,7 +58,7 @@ def job_of(**sections: dict[str, Any]) -> Job:
 def digits() -> tuple[PerSample, Tensor, Records]:
     job = job_of()
     rows = torch.arange(COUNT)
-    inputs, labels = job.records.take(rows)
+    inputs, labels = job.private.records.take(rows)
     return job.model, job.theta, Records(inputs, labels)
 
 
@@ -341,7 +341,7 @@ def bert() -> tuple[PerSample, Tensor, Records]:
 
 def cnn() -> tuple[PerSample, Tensor, Records]:
     job = job_of(model={"name": "gn-resnet18", "train": "full", "width": 4, "groups": 2})
-    inputs, labels = job.records.take(torch.arange(8))
+    inputs, labels = job.private.records.take(torch.arange(8))
     return job.model, job.theta, Records(inputs, labels)
 
 
@@ -492,10 +492,10 @@ def test_simulations_take_no_other_way_when_exact(monkeypatch: pytest.MonkeyPatc
 
     head = {"model": {"name": "glyph-vit", "train": "head"}}
     many = {"rounds": 90, "checkpoint_every": 0}
-    assert job_of(**head, run=many).raw_inputs is not None
+    assert job_of(**head, run=many).private.raw_inputs is not None
     assert pack_key(job_of(**head, run=many).config) is not None
     exact = job_of(**head, run=many, privacy={"isolation": "exact"})
-    assert exact.raw_inputs is None  # features come from passes over many records
+    assert exact.private.raw_inputs is None  # features come from passes over many records
     assert pack_key(exact.config) is None
     exact = job_of(**head, run={"slots": 8}, privacy={"isolation": "exact"})
     monkeypatch.setattr(PerSample, "raw_grads", noted)

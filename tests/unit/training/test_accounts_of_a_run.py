@@ -77,7 +77,7 @@ def spending_of(
 def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
     """Return each client's epsilon by the definition."""
     histories = [[*prior, (plan.mechanism(i), STEPS * n)] for i, n in enumerate(taken)]
-    return [epsilon(history, DELTA).value for history in histories]
+    return [epsilon(history, DELTA) for history in histories]
 
 
 # --- budgets ------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def costs(plan: Plan, taken: Sequence[int], prior: Any = ()) -> list[float]:
 def test_a_budget_allows_as_many_rounds_as_fit(rounds: int, prior: Any) -> None:
     """A budget slightly below the epsilon of `rounds` rounds allows one round less."""
     plan, schedule = plan_of([0.1, 0.1]), Schedule(2, 1, 4, STEPS)
-    exact = epsilon([*prior, (STEP, STEPS * rounds)], DELTA).value
+    exact = epsilon([*prior, (STEP, STEPS * rounds)], DELTA)
     for budget, allowed in ((exact, rounds), (exact * (1 - 1e-9), rounds - 1)):
         found = budget_of(plan, schedule, DELTA, budget, past=PriorSpending(prior))
         assert found.limits is not None
@@ -103,7 +103,7 @@ def test_a_limit_is_at_most_the_rounds_of_the_run() -> None:
 
 def test_a_client_at_its_limit_is_not_eligible() -> None:
     limit = 2
-    budget = epsilon([(STEP, STEPS * limit)], DELTA).value
+    budget = epsilon([(STEP, STEPS * limit)], DELTA)
     job = job_of(plan_of([0.1] * 4), budget=budget)
     spending = spending_of(job, [0, 1, 2, 3])
     assert spending.eligible().tolist() == [0, 1]
@@ -114,7 +114,7 @@ def test_a_client_at_its_limit_is_not_eligible() -> None:
     with pytest.raises(
         StoppedError, match=r"before round 4 only 0 clients can stay within privacy\.budget"
     ):
-        spending.enough(4)
+        spending.require_eligible(4)
 
 
 def test_without_a_budget_all_clients_are_eligible() -> None:
@@ -172,7 +172,7 @@ def test_server_max_of_many_different_clients_is_an_upper_bound(
     found = spending_of(job_of(plan), taken, PriorSpending(prior)).server_max()
     assert found is not None
     costliest = [*prior, (plan.mechanism(plan.clients - 1), STEPS * 4)]
-    assert found >= epsilon(costliest, DELTA).value * (1 - 1e-9)
+    assert found >= epsilon(costliest, DELTA) * (1 - 1e-9)
 
 
 def test_every_participation_of_a_client_is_counted() -> None:
@@ -266,7 +266,7 @@ def test_accounts_of_many_different_clients_count_every_release(tmp_path: Path) 
     plan = plan_of(np.linspace(0.1, 0.11, 60).tolist(), releases=3)
     found = read_recorded_spending(folder_of(tmp_path / "r", plan, [(1, list(range(60)))]))
     for client in (0, 31, 59):
-        exact = epsilon([(plan.mechanism(client), STEPS)], DELTA).value
+        exact = epsilon([(plan.mechanism(client), STEPS)], DELTA)
         assert exact * (1 - 1e-9) <= found.epsilons[client] <= exact * 1.031
 
 
@@ -305,7 +305,7 @@ def test_an_edited_row_of_a_clients_ledger_is_refused(
         for t in (1, 2, 3, 4):
             ledger.charge([Charge("clinic", t, STEPS, STEP, "os")], run="r")
     before = own_spending(path)
-    assert before.epsilon == pytest.approx(epsilon([(STEP, 4 * STEPS)], DELTA).value)
+    assert before.epsilon == pytest.approx(epsilon([(STEP, 4 * STEPS)], DELTA))
     edit(path, "UPDATE charge SET steps = 0 WHERE seq = 1")
     with pytest.raises(DpfedError, match="row 1 was edited"):
         own_spending(path)

@@ -29,7 +29,8 @@ def job_of(labels: list[int], answers: list[int], classes: int, batch: int = 102
     model = SimpleNamespace(scores=scores, task=CLASSIFY, records_at_once=lambda device: batch)
     names = tuple(f"class {c}" for c in range(classes))
     device = torch.device("cpu")
-    return SimpleNamespace(classes=names, model=model, test=test, device=device, on_activity=ignore)
+    public = SimpleNamespace(classes=names, test=test)
+    return SimpleNamespace(model=model, public=public, device=device, on_activity=ignore)
 
 
 THETA = torch.zeros(1)
@@ -89,7 +90,7 @@ def test_scores_equal_those_of_scikit_learn(
     )
     want = precision_recall_fscore_support(labels, answers, labels=every, zero_division=0)
     got = task_metrics(job, THETA)
-    for c, name in enumerate(job.classes):
+    for c, name in enumerate(job.public.classes):
         row = got["per_class"][name]
         assert [row["precision"], row["recall"], row["f1"], row["support"]] == pytest.approx(
             [w[c] for w in want]
@@ -133,7 +134,8 @@ def language_job(scores: list[list[float]], **inputs: list[int]) -> Any:
     )
     test = Records(records, torch.zeros(len(given), dtype=torch.int64))
     device = torch.device("cpu")
-    return SimpleNamespace(model=model, test=test, device=device, on_activity=ignore)
+    public = SimpleNamespace(test=test)
+    return SimpleNamespace(model=model, public=public, device=device, on_activity=ignore)
 
 
 def test_a_language_model_is_scored_by_its_targets() -> None:

@@ -124,7 +124,7 @@ def test_the_adapters_of_a_cnn_are_exported(tmp_path: Path) -> None:
     assert write_export(folder, tmp_path / "whole", merge=True) == "model"
     whole = load(folder / "config.toml", ["model.train=full", "run.seed=99"], registry()).model
     fresh = assemble(
-        whole, trained.parts.built.spec or prepare(trained.config, images()).spec
+        whole, trained.parts.built.spec or prepare(trained.config, images()).public.spec
     ).built.model
     fresh.load_state_dict(load_file(tmp_path / "whole" / "model.safetensors"))
     torch.testing.assert_close(logits_of(fresh, pixels), scores, atol=1e-4, rtol=1e-4)

@@ -96,7 +96,9 @@ def test_records_without_a_finite_gradient_count_as_zero(bad: float, rows: slice
     def silent(
         theta: Tensor, client: Tensor, inputs: Any, labels: Tensor, keys: Tensor | None = None
     ) -> list[Tensor]:
-        lost = torch.isin(inputs["features"][:, 0], reference.records.inputs["features"][rows, 0])
+        lost = torch.isin(
+            inputs["features"][:, 0], reference.private.records.inputs["features"][rows, 0]
+        )
         return [
             g * (~lost).float().unsqueeze(1) for g in grads(theta, client, inputs, labels, keys)
         ]

@@ -43,7 +43,7 @@ def test_a_run_scores_the_configured_half() -> None:
         job = prepare(
             dataclasses.replace(config, run=dataclasses.replace(config.run, eval_on=which))
         )
-        found[which] = job.test
+        found[which] = job.public.test
     sizes = {which: len(records.labels) for which, records in found.items()}
     assert sizes["validation"] + sizes["test"] == sizes["all"]
     counts = {

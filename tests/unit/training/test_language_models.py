@@ -75,7 +75,7 @@ def test_chats_are_scored_by_the_assistants_tokens(task: str | None, tmp_path: P
     folder = chat_model(tmp_path)
     job = job_of(folder, CHATS, **({"task": task} if task else {}))
     assert job.model.task.causal
-    assert (job.classes, job.spec.classes) == ((), 0)
+    assert (job.public.classes, job.public.spec.classes) == ((), 0)
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     losses: list[list[float]] = []
     right: list[list[bool]] = []
@@ -297,7 +297,7 @@ def test_a_record_without_targets_has_no_gradient(tmp_path: Path) -> None:
     ] * 4
     job = job_of(chat_model(tmp_path), records, max_length=5)
     client = torch.zeros(8, dtype=torch.int64)
-    inputs, labels = job.records.take(torch.arange(8))
+    inputs, labels = job.private.records.take(torch.arange(8))
     assert inputs["target_mask"].sum(1).tolist() == [2, 0] * 4
     theta = job.theta + 0.1 * torch.randn(1, len(job.theta))
     grads = torch.cat(job.model.grads(theta, client, inputs, labels), 1)

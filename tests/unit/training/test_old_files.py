@@ -81,7 +81,7 @@ def test_deleted_keys_are_ignored_only_at_their_defaults() -> None:
         section, _, key = full.partition(".")
         with pytest.raises(DpfedError) as caught:
             parse(section, PrivacySection if section == "privacy" else DPFedAdamW, {key: "another"})
-        assert str(caught.value) == f"{full} = 'another' is no longer supported: {deleted.instead}"
+        assert str(caught.value) == f"{full} = 'another' is no longer supported: {deleted.advice}"
     for (full, value), instead in DELETED_VALUES.items():
         section, _, key = full.partition(".")
         with pytest.raises(DpfedError, match=re.escape(instead)):

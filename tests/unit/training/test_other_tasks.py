@@ -212,16 +212,16 @@ def test_halves_and_parts_of_other_labels(tmp_path: Path) -> None:
     section = {"name": "linear", "train": "full", "task": "regress"}
     data = {"partition": "dirichlet_equal", "clients": 3}
     job = prepare(settings(section, data=data, run={"eval_on": "validation"}), source)
-    assert job.test.labels.tolist() == source.test.labels[::2].tolist()
+    assert job.public.test.labels.tolist() == source.test.labels[::2].tolist()
     assert job.plan.sizes.tolist() == [8, 8, 8]
 
 
 def test_constants_come_from_the_public_records_or_are_stated() -> None:
     source = relabelled(images(), "regress")
     section = {"name": "linear", "train": "full", "task": "regress"}
-    spec = prepare(settings(section), source).spec
+    spec = prepare(settings(section), source).public.spec
     assert (spec.center, spec.scale) == (source.test.labels.mean(), source.test.labels.std())
-    spec = prepare(settings({**section, **PUBLIC}), source).spec
+    spec = prepare(settings({**section, **PUBLIC}), source).public.spec
     assert (spec.center, spec.scale) == (20.0, 5.0)
     flat = replace(source, test=Table(source.test.inputs, np.full(6, 3.0)))
     with pytest.raises(
@@ -280,7 +280,7 @@ def client(job: Job, i: int, folder: Path, **policy: Any) -> Client:
         "model": {"name": "linear", "task": model.task, **_stated(model)},
     }
     whole: Source = job.config.data.load(model.task)  # type: ignore[attr-defined]
-    rows = job.shards.of(i)
+    rows = job.private.shards.of(i)
     inputs = {name: x[rows] for name, x in whole.train.inputs.items()}
     own = replace(whole, train=Table(inputs, whole.train.labels[rows]))
     return Client(client_toml.build(raw, registry()), own, insecure=True)
@@ -330,7 +330,7 @@ def test_a_server_without_test_set(task: str, tmp_path: Path) -> None:
         job, clients=CLINICS, test_set=False, kind="features", shape=(4,), **outputs
     )
     served = prepare_server(replace(job.config, federation=section))
-    assert served.spec.task == task
+    assert served.public.spec.task == task
     assert served.space.size == job.space.size
 
 

@@ -45,7 +45,9 @@ def test_features_equal_those_of_sentence_transformers(tmp_path: Path) -> None:
     job = prepare(config_of(tmp_path, run={"features": True}), texts())
     words = [str(text) for text in texts().train.inputs["text"]]
     want = torch.tensor(library.SentenceTransformer(folder, device="cpu").encode(words))
-    torch.testing.assert_close(job.records.inputs["features"], want * 8**0.5, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        job.private.records.inputs["features"], want * 8**0.5, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_an_older_run_folder_keeps_the_models_own_head(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dpfed.config import Config
 from dpfed.data.tables import Table
 from dpfed.errors import DpfedError, InterruptedRunError
 from dpfed.model.task import CLASSIFY, NEXT_TOKEN, weighted
-from dpfed.training import round_loop
+from dpfed.training.job import public_score
 from dpfed.training.job.job import prepare
 from dpfed.training.job.public_score import auroc
 from dpfed.training.run import run
@@ -36,14 +36,17 @@ def chosen(**keys: Any) -> Config:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The evaluation of round t finds SCORES[t]; the list gets the evaluated vectors."""
+    """The evaluation of round t finds SCORES[t], a further one of the best vector the best score.
+
+    The list gets the evaluated vectors.
+    """
     vectors: list[torch.Tensor] = []
 
     def evaluate(job: Any, theta: torch.Tensor) -> tuple[float, float]:
         vectors.append(theta.clone())
-        return SCORES[len(vectors) - 1], 1.0
+        return [*SCORES, max(SCORES)][len(vectors) - 1], 1.0
 
-    monkeypatch.setattr(round_loop, "evaluate", evaluate)
+    monkeypatch.setattr(public_score, "evaluate", evaluate)
     return vectors
 
 

@@ -60,17 +60,17 @@ def settings(hospital: Path, *more: str) -> list[str]:
 
 def test_clients_are_the_values_of_a_column(hospital: Path) -> None:
     job = prepare(load("digits", settings(hospital), registry()))
-    assert len(job.shards) == 3
+    assert len(job.private.shards) == 3
     owners = np.load(hospital)["train_hospital"]
     for client in range(3):
-        assert {owners[i] for i in job.shards.of(client)} == {f"hospital-{client}"}
+        assert {owners[i] for i in job.private.shards.of(client)} == {f"hospital-{client}"}
 
 
 def test_natural_clients_keep_their_names(hospital: Path, tmp_path: Path) -> None:
     names = ["hospital-0", "hospital-1", "hospital-2"]
     config = load("digits", settings(hospital, "data.clients=7"), registry())
     job = prepare(config)
-    assert list(job.shards.names) == names
+    assert list(job.private.shards.names) == names
     said = (
         "the clients are the 3 of data.client_column = 'hospital': hospital-0, hospital-1, "
         "hospital-2; data.clients = 7 has no effect"
@@ -88,10 +88,10 @@ def test_natural_clients_keep_their_names(hospital: Path, tmp_path: Path) -> Non
 def test_a_patient_is_protected_as_a_whole(hospital: Path, tmp_path: Path) -> None:
     config = load("digits", settings(hospital, "data.unit_column=patient"), registry())
     job = prepare(config)
-    assert job.shards.sizes.tolist() == [20, 20, 20]
+    assert job.private.shards.sizes.tolist() == [20, 20, 20]
     assert job.plan.unit == "patient"
     patients = np.load(hospital)["train_patient"]
-    rows, counts = job.shards.slots(1, np.array([3, 7]))
+    rows, counts = job.private.shards.slots(1, np.array([3, 7]))
     assert len(set(patients[rows])) == 2
     assert counts.sum() == len(rows)
     result = run(config, tmp_path / "r")

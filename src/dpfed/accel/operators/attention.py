@@ -30,11 +30,10 @@ MAX_DEPTH = 32
 
 def available(x: Tensor) -> bool:
     """Return True if the operators can run on the device and dtype of `x` and outside vmap."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    in_vmap = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if in_vmap or x.dtype not in accel.FLOATS:
         return False
-    return x.dtype in accel.FLOATS and (
-        _works_on(x.device.index) if x.is_cuda else accel.interpreted
-    )
+    return _works_on(x.device.index) if x.is_cuda else accel.interpreted
 
 
 def _works_on(index: int) -> bool:
@@ -65,7 +64,7 @@ def right(device: torch.device) -> bool:
     heads, full, row = (
         torch.randn(size, generator=g) for size in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
     )
-    # Let the mask hide all positions from one query, because softmax would give NaN there.
+    # Test a mask that hides all positions from one query: a plain softmax gives NaN there.
     full[1, 2] = float("-inf")
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)

@@ -68,7 +68,7 @@ def gradients(
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    # With beta = 0, `baddbmm` does not read its first argument, so pass an empty tensor.
+    # With beta = 0, `baddbmm` does not read its first argument.
     return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)
 
 

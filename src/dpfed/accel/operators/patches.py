@@ -23,7 +23,10 @@ Pair = Sequence[int]
 def patch_counts(
     shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair
 ) -> tuple[int, int]:
-    """Return how many patches of an image `[..., H, W]` a convolution reads, down and across."""
+    """Return the numbers of patches, down and across, that a convolution reads from an image.
+
+    shape  shape of the image, `[..., H, W]`
+    """
     down = (shape[-2] + 2 * padding[0] - kernel[0]) // stride[0] + 1
     across = (shape[-1] + 2 * padding[1] - kernel[1]) // stride[1] + 1
     if min(down, across) < 1:
@@ -46,6 +49,7 @@ def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """Return the result of `patches`, by a Triton kernel if possible, else by PyTorch."""
     kernels = kernels_for("patches", x)
     if kernels is not None and kernels.fits(x.shape, kernel, stride, padding):
         return kernels.columns(x, kernel, stride, padding)  # type: ignore[no-any-return]

@@ -217,8 +217,8 @@ def load(
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
     """Return the layout of the data at `path`, and the paths of the files.
 
-    Return None if no data are found. If the path is an archive, the layout is None, because only
-    reading the archive shows it.
+    Return None if no data are found. The layout of an archive is None: `from_archive` finds it out
+    when it reads the archive.
     """
     if path.is_file():
         return None, [path]

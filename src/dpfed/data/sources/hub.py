@@ -32,7 +32,7 @@ from dpfed.data.labels import (
     encode_as,
     no_labels,
     refuse_unlabelled,
-    set_names,
+    stated_names,
     with_names,
 )
 from dpfed.data.language import LABEL, input_columns, label_column, stated_columns
@@ -130,9 +130,10 @@ class Hub(DataSection):
             return no_labels(*(len(table.rows) for table in tables))
         name = label or LABEL
         columns = [Column(t.get(name, "data.label"), t.places()) for t in tables]
+        names = () if task == "regress" else stated_names(train, name)
         if task == "classify":
-            return encode(columns, self.classes or declared_names(train, name))
-        names = set_names(train, name) if task == "multilabel" else ()
+            stated = names if len(names) > 1 else None
+            return encode(columns, self.classes or stated)
         if names:
             columns = [with_names(column, names) for column in columns]
         return encode_as(task, columns, self.classes or names or None, name)
@@ -195,7 +196,7 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
 
 
 def columns_of(split: Any, label: str, without: str | None) -> Columns:
-    """Return the columns of a split without the column `without`: its images are decoded later."""
+    """Return the columns of a split, except the column `without`."""
     try:
         names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}
@@ -205,12 +206,6 @@ def columns_of(split: Any, label: str, without: str | None) -> Columns:
     if not count:
         raise DpfedError(f"{label} has no records")
     return Columns(label, values, list(range(1, count + 1)), unit="row")
-
-
-def declared_names(split: Any, label: str) -> tuple[str, ...] | None:
-    """Return the class names that the data set declares for column `label`, or None."""
-    names = getattr(split.features.get(label), "names", None)
-    return tuple(map(str, names)) if names and len(names) > 1 else None
 
 
 def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:

@@ -21,7 +21,7 @@ from dpfed.data.labels import (
     encode,
     encode_as,
     no_labels,
-    set_names,
+    stated_names,
     with_names,
 )
 from dpfed.data.language import forms_in, refuse_half
@@ -66,15 +66,13 @@ class _Given:
     """The columns of one data set, and facts about them.
 
     part         "train" or "test", for errors
-    class_names  class names that the data set states for its labels; () if none
-    set_names    class names that it states for lists of class numbers; () if none
+    class_names  class names that the data set states for its label column; () if none
     clients      names of the clients, if each gave a data set of its own
     """
 
     columns: Mapping[str, Any]
     part: str
     class_names: tuple[str, ...] = ()
-    set_names: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
 
 
@@ -135,12 +133,11 @@ def _refuse_unlike(train: np.ndarray, test: np.ndarray) -> None:
 
 
 def _given(data: Any, part: str) -> _Given:
-    """Return the columns of a data set; the data sets of several clients are put together."""
+    """Return the columns of a data set. Data sets of several clients are concatenated."""
     clients = client_data(data)
     if not clients:
         columns = columns_of(data, part)
-        sets = set_names(data, pick(columns, LABELS))
-        return _Given(columns, part, _class_names(data), sets)
+        return _Given(columns, part, stated_names(data, pick(columns, LABELS)))
     if part == "test":
         raise DpfedError(
             "test has one data set for each client: the test set is the server's, so give one"
@@ -161,11 +158,9 @@ def _given(data: Any, part: str) -> _Given:
     columns = {key: joined([table[key] for table in tables.values()]) for key in first}
     owners = [name for name, table in tables.items() for _ in range(len(table[label]))]
     columns[CLIENT] = np.array(owners)
-    stated = {_class_names(value) for value in clients.values()}
+    stated = {stated_names(value, label) for value in clients.values()}
     names = stated.pop() if len(stated) == 1 else ()
-    stated_sets = {set_names(value, label) for value in clients.values()}
-    sets = stated_sets.pop() if len(stated_sets) == 1 else ()
-    return _Given(columns, part, names, sets, tuple(clients))
+    return _Given(columns, part, names, tuple(clients))
 
 
 def _refuse_other_shapes(values: Mapping[str, Any], column: str) -> None:
@@ -183,7 +178,7 @@ def _refuse_other_shapes(values: Mapping[str, Any], column: str) -> None:
 def _labels(
     train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
 ) -> Encoded:
-    """Return the training and test labels. Classes are names or numbers."""
+    """Return the labels of both tables as class numbers, or in the form that `task` needs."""
     if task != "classify":
         return _other_labels(train, test, classes, task)
     if classes is None and _has_no_labels(train):
@@ -200,7 +195,7 @@ def _labels(
         return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
-        # pandas takes the categories from the labels. So they are private, not declared.
+        # pandas takes the categories from the labels, so the classes are private.
         return replace(encode(columns, categories), declared=False)
     for column in columns:
         _refuse_negative(column)
@@ -210,14 +205,14 @@ def _labels(
 def _other_labels(
     train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
 ) -> Encoded:
-    """Return labels that are numbers, or sets of classes."""
+    """Return the labels of both tables for the tasks "regress" and "multilabel"."""
     declared = None if classes is None else _declared(classes)
     columns = []
     for given in (train, test):
         label = _label_name(given)
         values = given.columns[label]
         if has_columns(values):
-            # A data frame of 0 and 1, whose columns are the classes.
+            # The labels are a data frame of 0 and 1. The names of its columns are the class names.
             declared = declared or tuple(map(str, values.columns))
             values = np.asarray(values)
         values = plain(values)
@@ -227,9 +222,9 @@ def _other_labels(
         columns.append(Column(rows, [f"row {i} of {given.part}" for i in range(len(rows))]))
         if not rows:
             raise DpfedError(f"the column {label} of {given.part} is empty")
-    if task == "multilabel" and train.set_names:
-        columns = [with_names(column, train.set_names) for column in columns]
-        declared = declared or train.set_names
+    if task == "multilabel" and train.class_names:
+        columns = [with_names(column, train.class_names) for column in columns]
+        declared = declared or train.class_names
     return encode_as(task, columns, declared, _label_name(train))
 
 
@@ -251,12 +246,12 @@ def _has_lists_of_names(given: _Given) -> bool:
 
 
 def _has_no_labels(given: _Given) -> bool:
-    """Return True for texts, completions or chats without a column of labels."""
+    """Return True for language data without a label column."""
     return pick(given.columns, LABELS) is None and bool(forms_in(given.columns))
 
 
 def _rows(given: _Given) -> int:
-    """Return the number of records of language data."""
+    """Return the number of records of language data. Raise DpfedError for other data."""
     forms = forms_in(given.columns)
     if not forms:
         inputs_of(given.columns, given.part)
@@ -308,15 +303,6 @@ def _label_name(given: _Given) -> str:
         refuse_half(given.columns, given.part)
         raise DpfedError(f"{given.part} has no column called {' or '.join(LABELS)}; it has: {have}")
     return label
-
-
-def _class_names(data: Any) -> tuple[str, ...]:
-    """Return the class names that a dataset states for its label column; () if none."""
-    features = getattr(data, "features", None)
-    label = pick(features, LABELS) if isinstance(features, Mapping) else None
-    if label is None:
-        return ()
-    return tuple(getattr(features[label], "names", None) or ())  # type: ignore[index]
 
 
 def _refuse_negative(column: Column) -> None:

@@ -70,10 +70,11 @@ class Npz(DataSection):
     def _encoded(self, arrays: dict[str, np.ndarray], task: LabelTask) -> Encoded:
         """Return the labels of both parts, as class numbers, numbers or sets of classes."""
         if task != "classify":
+            axes = 1 if task == "regress" else 2
             columns = []
             for name in ("y_train", "y_test"):
                 rows = arrays[name]
-                if rows.ndim != (1 if task == "regress" else 2) or len(rows) == 0:
+                if rows.ndim != axes or len(rows) == 0:
                     raise DpfedError(
                         f"{name} of {self.path} has shape {rows.shape}: model.task = "
                         '"regress" needs [n], and "multilabel" needs [n, classes]'

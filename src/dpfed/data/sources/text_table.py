@@ -37,7 +37,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
 Count = Annotated[int, Ge(2)]
-# Texts of 0 and 1 in files, as spreadsheets and data frames write them.
+# The texts for 0 and 1 in files that spreadsheets and data frames write.
 FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1}
 
 
@@ -65,16 +65,16 @@ class TextTable(DataSection):
     ] = None
 
     def load(self, task: LabelTask = "classify") -> Source:
-        paths = self._paths()
-        if None in paths:
+        private, test = self._paths()
+        if private is None or test is None:
             raise DpfedError(
                 'data.name = "text-table" reads two tables (.csv, .tsv, .jsonl or .parquet): set '
                 "data.path to the private records and data.test_path to a public test set"
             )
-        return self._source([path for path in paths if path is not None], task)
+        return self._source([private, test], task)
 
     def load_train(self, task: LabelTask = "classify") -> Source:
-        """Return the source of a client on a network; without a test set, `test` is `train`."""
+        """Return the data of a network client. Without a test table, `test` equals `train`."""
         private, test = self._paths()
         if private is None or test is not None:
             return self.load(task)
@@ -82,7 +82,7 @@ class TextTable(DataSection):
         return replace(source, test=source.train)
 
     def load_test(self, task: LabelTask = "classify") -> Source:
-        """Return the source of a server on a network, which uses no training records."""
+        """Return the data of a network server. Without a training table, `train` equals `test`."""
         private, test = self._paths()
         if test is None or private is not None:
             return self.load(task)
@@ -110,7 +110,8 @@ class TextTable(DataSection):
         label = label_column(self, train.values)
         labels = self._labels(train, test, label, task)
         inputs = [table.language_inputs(names) for table in (train, test)]
-        used = {*names.values(), *([label] if isinstance(label, str) else label or ())}
+        label_columns = (label,) if isinstance(label, str) else label or ()
+        used = {*names.values(), *label_columns}
         columns = train.other_columns(used, self.client_column, self.unit_column)
         return Source(
             train=Table(inputs[0], labels.parts[0], columns),
@@ -150,7 +151,7 @@ class TextTable(DataSection):
         parts = []
         for table in (train, test):
             flags = [map(str, table.get(name, "data.label")) for name in columns]
-            # CSV files have texts, other files numbers.
+            # In CSV files the flags are texts; in other files they are numbers.
             rows = [[FLAGS.get(value, value) for value in row] for row in zip(*flags, strict=True)]
             parts.append(Column(rows, table.places()))
         return encode_as(task, parts, columns)

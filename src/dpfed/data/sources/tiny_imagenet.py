@@ -153,9 +153,9 @@ def images(files: Files, names: list[str]) -> np.ndarray:
 
 
 def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
-    """Return the class number of each training image by its path.
+    """Return the class number of each training image, by the path of the image.
 
-    numbers  class number by WordNet id, which is the name of the image's folder
+    numbers  class number by WordNet id; the id is also the name of the image's folder
     """
     labels = {}
     for name in files.names:
@@ -170,7 +170,7 @@ def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
-    """Return the class number of each validation image by its path, from val_annotations.txt.
+    """Return the class number of each validation image in val_annotations.txt, by the image's path.
 
     numbers  class number by WordNet id
     """

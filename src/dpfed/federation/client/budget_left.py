@@ -26,26 +26,26 @@ from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, sho
 from dpfed.registry import registry
 from dpfed.training.budget.ledgers import OWN_LEDGER
 
-# More rounds than this are not counted.
+# Largest number of rounds that is computed. Larger numbers are shown as "or more".
 MOST_ROUNDS = 10_000
-# The count of rounds may be too small by this share; a finer count takes longer.
+# A computed number of rounds may be too small by this share. A finer search takes longer.
 TOLERANCE = 0.02
 
 
-# With more different mechanisms in a ledger, computing the exact epsilon takes over a second. The
-# log then has a faster upper bound.
+# If a ledger has more different mechanisms than this, the exact epsilon takes over a second. The
+# log then shows a faster upper bound.
 MAX_EXACT_MECHANISMS = 8
 
 
 @dataclass(frozen=True)
 class BudgetLeft:
-    """The spending of a client over all runs of its ledger, and what is left of its budget.
+    """The spending of a client over all runs of its ledger, and the rest of its budget.
 
     spent          epsilon spent so far
     max_epsilon    policy.max_epsilon, at `delta`
-    rounds_least   rounds left if a server asks for all that the policy permits
+    rounds_least   rounds left if each is the costliest round that the policy permits
     limits         the settings of the policy that `rounds_least` assumes
-    rounds_alike   rounds like the last one in the ledger; None if it has none
+    rounds_alike   rounds left if each is like the last one in the ledger; None for an empty ledger
     """
 
     client: str
@@ -84,7 +84,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
     mechanism, steps = costliest_round(policy)
     return BudgetLeft(
         client=config.client.name,
-        spent=epsilon(history, policy.delta).value if history else 0.0,
+        spent=epsilon(history, policy.delta) if history else 0.0,
         max_epsilon=policy.max_epsilon,
         delta=policy.delta,
         rounds_least=rounds_left(policy, mechanism, steps, history),
@@ -96,7 +96,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
 
 
 def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
-    """Return mechanism and local steps of the costliest round that the policy permits."""
+    """Return the mechanism and the local steps of the costliest round that the policy permits."""
     algorithms = registry().algorithm
     names = policy.algorithms or tuple(algorithms)
     releases = [each for name in names for each in releases_of(algorithms[name])]
@@ -120,16 +120,17 @@ def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
             choices[name] = get_args(hint)
     found = []
     for values in itertools.product(*choices.values()):
-        # Some switches exclude each other.
+        # Skip combinations of switches that exclude each other.
         with suppress(DpfedError):
             found.append(algorithm(**dict(zip(choices, values, strict=True))).releases)
     return found
 
 
 def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: History) -> int:
-    """Return a number of further rounds of `steps` steps that policy.max_epsilon allows.
+    """Return how many further rounds of `steps` local steps policy.max_epsilon allows.
 
-    It is never too large, and too small by at most TOLERANCE. Requests are judged by the same rule.
+    The number is never too large, and too small by at most the share TOLERANCE. The client checks
+    requests by the same rule.
     """
 
     def fits(rounds: int) -> bool:
@@ -170,11 +171,14 @@ def spending_line(event: str, policy: Policy, charge: Charge, history: History) 
 
 
 def exact(history: History, delta: float) -> float:
-    return epsilon(history, delta).value
+    return epsilon(history, delta)
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to MOST_ROUNDS that fits, within TOLERANCE; 0 if none does."""
+    """Return the largest number of rounds for which `fits` returns True; 0 if there is none.
+
+    The result is at most MOST_ROUNDS, and it may be too small by the share TOLERANCE.
+    """
     if not fits(1):
         return 0
     low, high = 1, 2

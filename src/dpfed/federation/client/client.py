@@ -348,7 +348,8 @@ def _rounded(
 ) -> tuple[Message, ClientState]:
     """Return the message in the format that the server asks for, and the client memory.
 
-    Rounding follows the noise. Its random numbers are independent of noise and batches.
+    The message already has its noise when it is rounded. The random numbers for rounding are
+    independent of noise and batches.
     """
     message, memory = compute()
     return encode(message, layout, draws(streams_of(terms), "upload", terms.round)), memory

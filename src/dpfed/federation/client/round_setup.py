@@ -64,7 +64,7 @@ class ModelBuilder:
 
 
 def layouts_of(terms: Terms, built: RequestModel) -> tuple[Layout, Layout]:
-    """Return the layouts of the reply to a request to train, and of the request."""
+    """Return the layouts of the reply and of the request, for a request to train."""
     section = FederationSection(upload=terms.upload, download=terms.download)
     varying_phi = terms.clipping.rule().counts
     return layouts(built.algorithm, built.model.space, section, varying_phi)

@@ -48,7 +48,7 @@ STORED_REPLIES = 2
 
 @contextmanager
 def claim(state: Path) -> Iterator[None]:
-    """Keep the state folder for this process; raise DpfedError if another client uses it."""
+    """Reserve the state folder for this process; raise DpfedError if another client uses it."""
     # Use flock, because the system releases it when the process ends, even after a crash.
     with open_private(own_folder(state) / "in-use.lock", "ab") as lock:
         try:
@@ -108,7 +108,7 @@ class Store:
             old.unlink(missing_ok=True)
 
     def keep_cap(self, cap: int) -> None:
-        """Write the cap on this client's rounds in the run, unless there is none or it is kept."""
+        """Write the cap on this client's rounds in the run, if it is not 0 and not yet written."""
         if cap and self.cap() is None:
             write_file(self._cap_path, lambda file: file.write(f"{cap}\n".encode()))
 

@@ -6,15 +6,15 @@
     session.py      the server's side: registers client keys and opens a run
     apps.py         Flower's ClientApp and ServerApp, which pass bytes on
     app_folder.py   the folder that `flwr run` takes
-    relay.py        bytes between two processes of one machine
+    relay.py        exchange of bytes between two processes of one machine
     post.py         messages to nodes, through Flower's Grid or through the relay
     transport.py    sends requests to clients by name, with timeouts, and checks who has replied
     answering.py    answers the requests that a ClientApp passes on
     header.py       short texts beside a message; `envelope.py` puts both into Flower's messages
 
 Only Flower's documented commands and the modules `flwr.app`, `flwr.clientapp` and `flwr.serverapp`
-are used. By itself, a SuperNode runs the code that the server sends. The guard lets only an app
-without code pass, which names functions of the dpfed that the client has installed.
+are used. Without the guard, a SuperNode would run any code that the server sends. The guard accepts
+only an app that contains no code. Such an app names functions of the client's own dpfed.
 
 These modules need `pip install dpfed[flower]`, so they are imported only when a federation runs.
 """

@@ -1,4 +1,4 @@
-"""Answer the requests that Flower's ClientApp passes on, with public texts only."""
+"""Answer the requests that Flower's ClientApp passes on. No reply contains a private error text."""
 
 from __future__ import annotations
 

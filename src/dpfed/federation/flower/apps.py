@@ -38,7 +38,10 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
-    """Pass a message to this client. Only its own `--node-config` says where this client is."""
+    """Pass a message to this client and return the client's reply.
+
+    The address of the client comes from its own `--node-config`, never from the message.
+    """
     header, data = opened(message.content)
     request = {"kind": kind, "header": header, "has_data": data is not None}
     path = context.node_config.get(RELAY)
@@ -52,7 +55,7 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
 
 @lru_cache(maxsize=1)
 def _own_client(path: object) -> relay.Handler:
-    """Return the client of a client.toml, in this process."""
+    """Return a handler that answers requests in this process, as the client of a client.toml."""
     from dpfed.federation.flower.answering import Answerer, failing
 
     if not isinstance(path, str):

@@ -28,7 +28,8 @@ from dpfed.federation.flower.app_folder import PROJECT, app_files
 FLEET = "/v1/fleet/"
 GET_APP = FLEET + "get-fab"
 PULL_OBJECT = FLEET + "pull-object"
-# What a client may ask for. Anything else does not pass, so that a new way to send an app fails.
+# URL paths that a client may request. All other paths are refused, so that a new way of Flower to
+# send apps is refused too.
 CLIENT_PATHS = frozenset(
     FLEET + name
     for name in (
@@ -52,7 +53,7 @@ MAX_APP = 1 << 20
 TIMEOUT_S = 60.0
 # Flower refuses a client whose clock is further ahead of the server's, in seconds.
 CLOCK_TOLERANCE_S = 5
-# Headers that concern one connection only.
+# HTTP headers that belong to one connection. A proxy does not pass them on.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade host content-length date "
     b"server content-encoding accept-encoding proxy-authorization proxy-connection".split()
@@ -71,7 +72,7 @@ class AppError(ValueError):
 
 
 def note(line: str) -> None:
-    """Write a line to the log of this process, marked for `dpfed client` to repeat."""
+    """Write a line to the log of this process, with the mark by which `dpfed client` finds it."""
     print(f"dpfed: {line}", file=sys.stderr, flush=True)
 
 
@@ -80,7 +81,7 @@ class Guard:
 
     upstream  scheme, host and port, such as https://127.0.0.1:8000
     verify    TLS context for `upstream`
-    client    True at a client: the paths are listed one by one, and apps are checked
+    client    True at a client: only `CLIENT_PATHS` pass, and apps are checked
     """
 
     def __init__(self, upstream: str, verify: ssl.SSLContext | bool, client: bool) -> None:
@@ -125,7 +126,7 @@ class Guard:
             )
         except httpx.HTTPError as error:
             text = str(error) or type(error).__name__
-            # With this status a SuperNode gives up; with 503 it tries again.
+            # After status 400 a SuperNode gives up. After status 503 it tries again.
             status = 400 if "certificate" in text.lower() else 503
             if status == 400:
                 self._note_once(text)
@@ -191,9 +192,10 @@ def check_answer(path: str, body: bytes) -> None:
 
 
 def app_in(body: bytes) -> bytes:
-    """Return the app in an answer: field 2 of the one field 1 of a protocol buffer.
+    """Return the app in an answer of the server.
 
-    Only this exact form is accepted, so that no second app can be hidden in the answer.
+    The answer is a protocol buffer with a single field, number 1. Field 2 inside this field is the
+    app. Only this exact form is accepted, so that no second app can be hidden in the answer.
     """
     outer = list(_fields(body))
     if [number for number, _ in outer] != [1]:
@@ -206,7 +208,10 @@ def app_in(body: bytes) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and value of each field of a protocol buffer, which must all have a length."""
+    """Yield (number, value) of each field of a protocol buffer.
+
+    Raise AppError for a field whose type has no stated length.
+    """
     at = 0
     while at < len(data):
         tag, at = _number(data, at)
@@ -218,7 +223,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number of variable length at position `at`, and the position behind it."""
+    """Return the integer of variable length at position `at`, and the position after it."""
     value = 0
     for i, byte in enumerate(data[at : at + 10]):
         value |= (byte & 127) << (7 * i)
@@ -248,7 +253,7 @@ def check_app(data: bytes) -> None:
 
 
 def identity(project: dict[str, Any]) -> list[Any]:
-    """Return what decides which code an app runs, and the folder that Flower writes it to."""
+    """Return the entries that decide which code an app runs, and where Flower writes it."""
     tool = project.get("tool", {})
     app = tool.get("flwr", {}).get("app", {}) if isinstance(tool, dict) else {}
     own = project.get("project", {})

@@ -7,9 +7,9 @@ The first line on stdin is a `Plan` in JSON. Later lines are orders:
     executor   start Flower's SuperExec, which starts the apps
     freeze     stop it from starting more apps
 
-At the end of stdin, which comes when the parent ends or is killed, everything is ended. A SuperNode
-gets the time to sign off, so that its client can connect again at once. If this process is killed,
-Linux ends the SuperLink or SuperNode, and the SuperExec ends by itself.
+When the parent ends or is killed, stdin ends, and this process ends all others. A SuperNode gets
+time to sign off, so that its client can connect again at once. If this process is killed, Linux
+ends the SuperLink or SuperNode, and the SuperExec ends by itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Keeper:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # Start it before the guard's thread: a process should be forked from one thread only.
+        # Start this process before the guard's thread: a program with several threads should not
+        # fork.
         self._main = start(plan.command)
         self._executor: subprocess.Popen[bytes] | None = None
         self._waiting_since: float | None = None
@@ -119,7 +120,7 @@ class Keeper:
             os.kill(self._executor.pid, signal.SIGSTOP)
 
     def step(self) -> None:
-        """Start the executor when Flower's port is open, and notice that a process has ended."""
+        """Start the executor once Flower's port is open. Set `ending` if a process has ended."""
         if self._main.poll() is not None or (self._executor and self._executor.poll() is not None):
             self.ending = True
         if self._waiting_since is None or self._executor is not None:

@@ -4,7 +4,8 @@
     RelayPost    the same for `dpfed server`, which reaches that process through a socket
 
 The round loop stays in the process of `dpfed server`, as in `dpfed run`. The ServerApp only passes
-on what it is asked for.
+The round loop stays in the process of `dpfed server`, as in `dpfed run`. The ServerApp only carries
+out the requests of this process.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Delivery:
 
 
 class Post(Protocol):
-    """Delivers messages to nodes. Each method raises LinkDownError if the SuperLink is away."""
+    """Delivers messages to nodes. Each method raises LinkDownError if the SuperLink is silent."""
 
     def nodes(self) -> list[Node]: ...
 
@@ -116,7 +117,7 @@ class GridPost:
 
 
 def _reached(ask: Callable[[], Any]) -> Any:
-    """Return the value of `ask`; every error of Flower's calls means that the link is away."""
+    """Return the value of `ask`. Raise LinkDownError for any error of Flower's calls."""
     try:
         return ask()
     except Exception as error:
@@ -130,7 +131,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def serve_grid(grid: Grid, path: str) -> None:
-    """Do what `dpfed server` asks for over the socket at `path`, until it asks to end."""
+    """Carry out the requests of `dpfed server` on the socket at `path`, until it sends "end"."""
     own = GridPost(grid)
     ended = threading.Event()
 
@@ -207,7 +208,7 @@ class RelayPost:
         return Delivery(**{**header["found"], "data": data if header["has_data"] else None})
 
     def end(self) -> None:
-        """Let the ServerApp end; it is no error if it has ended already."""
+        """Let the ServerApp end. Do nothing if it has ended already."""
         try:
             relay.call(self._path, {"do": "end"})
         except OSError:

@@ -1,6 +1,6 @@
 """Run Flower's commands: a SuperLink or a SuperNode in a keeper (`keeper.py`), and `flwr`.
 
-All run without telemetry, update checks and installation of packages.
+All commands run without telemetry, update checks and installation of packages.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MARK = "dpfed: "
 # Seconds to wait for a keeper to end its processes, before it is killed.
 ENDING_S = 12.0
 COMMAND_S = 300.0
-# Seconds for the keeper of a server that was killed to free the port.
+# Timeout in seconds for the keeper of a killed server to free the port.
 PORT_S = 10.0
-# Names in Flower's configuration file.
+# Name of the SuperLink in Flower's configuration file.
 LINK_NAME = "dpfed"
 
 
@@ -64,7 +64,7 @@ class Process:
             )
 
     def order(self, line: str) -> None:
-        """Send an order to the keeper; if it has ended, `alive` says so later."""
+        """Send an order to the keeper. If the keeper has ended, `alive` raises an error later."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(line.encode() + b"\n")
@@ -257,7 +257,8 @@ def _keep(
 def secret_file(home: Path) -> Path:
     """Write a new secret to a file that only its owner can read, and return the path.
 
-    With it Flower's SuperExec fetches tasks. Flower accepts it only from a file.
+    Flower's SuperExec proves with this secret that it may fetch tasks. Flower reads it only from a
+    file.
     """
     make_private_folder(home)
     path = home / "secret"
@@ -305,7 +306,7 @@ def log_size(log: Path) -> int:
 
 
 class Notes:
-    """The lines of the guard in a log, from now on."""
+    """Reads the lines that the guard writes to a log from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -5,8 +5,8 @@
     header     a JSON object
     data       bytes
 
-Flower runs its apps in processes of their own. They hand everything to `dpfed server` or
-`dpfed client` through such a socket, in a folder that only its owner can open.
+Flower runs its apps in processes of their own. The apps exchange all messages with `dpfed server`
+or `dpfed client` through such a socket. Only its owner can open the folder of the socket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Header = dict[str, Any]
 Handler = Callable[[Header, bytes], tuple[Header, bytes]]
 LENGTHS = struct.Struct("<IQ")
 HEADER_LIMIT = 1 << 20
-# Seconds within which a process on this machine must go on sending.
+# Timeout in seconds for the next bytes from another process on this machine.
 PATIENCE_S = 60.0
 SOCKET = "relay"
 
@@ -40,13 +40,13 @@ class RelayError(ConnectionError):
 def send(sock: socket.socket, header: Header, data: bytes) -> None:
     text = json.dumps(header).encode()
     sock.sendall(LENGTHS.pack(len(text), len(data)) + text)
-    # The other process may answer and end as soon as it has everything.
+    # Without data the message is complete. The other process may have replied and ended already.
     if data:
         sock.sendall(data)
 
 
 def receive(sock: socket.socket, limit: int | None) -> tuple[Header, bytes]:
-    """Return the next header and its data, which may have at most `limit` bytes."""
+    """Return the next header and its data. Raise RelayError for more than `limit` bytes."""
     header_size, size = LENGTHS.unpack(_exactly(sock, LENGTHS.size))
     if header_size > HEADER_LIMIT or (limit is not None and size > limit):
         raise RelayError(f"{size:,} bytes are more than {limit or HEADER_LIMIT:,}")
@@ -92,7 +92,7 @@ class Call:
 
 
 class Listener:
-    """Accepts calls of other processes at the path `path`."""
+    """Accepts requests of other processes on a Unix socket at `path`."""
 
     def __init__(self, path: str, limit: int | None = None) -> None:
         self.path = path

@@ -21,7 +21,7 @@ from dpfed.federation.flower.post import RelayPost
 from dpfed.federation.flower.processes import LINK_NAME, Process, flwr, wait_open
 from dpfed.privacy.ledger.private_files import open_private
 
-# Commands that run side by side; each imports Flower.
+# Number of Flower's commands that run at the same time.
 PARALLEL = 4
 
 
@@ -29,9 +29,9 @@ PARALLEL = 4
 def opened_run(
     process: Process, folder: Path | None, names: Sequence[str], stop: Callable[[], None]
 ) -> Iterator[RelayPost]:
-    """Register the clients' keys in `folder`, start the ServerApp, and yield the way to it.
+    """Register the clients' keys in `folder`, start the ServerApp, and yield a RelayPost to it.
 
-    After this no other app can start on this SuperLink.
+    Afterwards no other app can start on this SuperLink.
     """
     home = process.log.parent
     wait_open(process)

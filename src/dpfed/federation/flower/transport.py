@@ -25,13 +25,14 @@ TRAIN = "train"
 POLL_S = 0.2
 # Longest wait for replies in one poll, in seconds.
 PULL_S = 0.5
-# Replies that are fetched at once. Memory holds so many messages, whatever the number of clients.
+# Largest number of replies that are fetched at the same time. Memory use therefore does not grow
+# with the number of clients.
 MAX_PULLS = 2
 # A reply that is not complete after so many seconds no longer counts in MAX_PULLS.
 STALLED_S = 5.0
 GREETING_TIMEOUT_S = 60.0
-# Flower reports an error if a node disconnects before it replies, or if its app does not start. The
-# request is sent this often over one connection.
+# Flower reports an error if a node disconnects before it replies, or if its app does not start. A
+# request is sent at most this many times over one connection.
 MOST_SENDS = 3
 
 
@@ -39,7 +40,7 @@ MOST_SENDS = 3
 class Connection:
     """Flower's number for a client's node, and the time at which the node connected.
 
-    After a new connection, the client no longer has its earlier requests and needs them again.
+    A client that connects again has lost its earlier requests, so they must be sent again.
     """
 
     node: int

@@ -1,4 +1,4 @@
-"""The messages of one exchange at the server, of which memory holds one at a time.
+"""The server's messages of one exchange. Memory holds one message at a time.
 
 Requests are packed when they are sent. Replies are checked when they arrive and wait in files until
 the mean is computed.
@@ -50,7 +50,8 @@ class PackedRequests(Mapping[str, bytes]):
 class StoredReplies:
     """The valid replies of a round: their receipts, and their tensors in files.
 
-    A file holds a reply's bytes as they came, so an int8 reply takes a quarter of the disk.
+    A file holds a reply's bytes as received. An int8 reply thus needs a quarter of the disk space
+    of a float32 reply.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -44,9 +44,9 @@ def status_file(out: Path) -> Path:
 class Status(Callback):
     """Keeps the status file of one server.
 
-    path   the file
+    path   the status file
     names  names of all clients
-    log    gets each line of `say`
+    log    writes a line to the server's log; called with each line of `say`
     news   returns new lines for the log, such as those of Flower's guard
     """
 
@@ -105,7 +105,8 @@ class Status(Callback):
             scores = {"accuracy": round.accuracy}
         self._facts |= {name: value for name, value in scores.items() if value is not None}
         if round.epsilon is not None:
-            # A third party may know who is connected, so its figure is no smaller.
+            # A third party may know which clients are connected. Its epsilon is then that of the
+            # server.
             self._facts["epsilon"] = {"server": round.epsilon, "third_party": round.epsilon}
         self._write()
 
@@ -134,7 +135,7 @@ def _now() -> str:
 
 
 def read_status(out: Path) -> dict[str, Any] | None:
-    """Return the status of the federation of a run's folder, or None if it has none."""
+    """Return the status of the federation whose run is in `out`; None without a status file."""
     path = status_file(out)
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
 """Gradient checkpointing: layers keep only their inputs and compute the rest again for gradients.
 
 Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The transformers
-library has an own version, which would compute layers again with the model's plain weights. Here a
-layer remembers its weights, which are the records' own copies, and the keys of its dropout. Its
-second computation then gives bitwise the same numbers.
+library would compute layers again with the model's plain weights. Here a layer keeps each record's
+copy of its weights and the keys of its dropout. The second computation is therefore bitwise equal
+to the first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
         # A shallow copy has the same modules and tensors, without this forward pass.
         plain = copy.copy(self)
         plain.__class__ = cls
-        # Tied weights and all dropout keys are one tensor each: take every name of them.
+        # One tensor may have several names: tied weights, and the keys of all dropout layers.
+        # Collect it under every name.
         weights = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),

@@ -87,9 +87,9 @@ def _bias(attention: Any) -> Tensor:
         return stored[2]  # type: ignore[no-any-return]
     if _capturing(table.device):
         return bias()[0]  # type: ignore[no-any-return]
-    made: Tensor = _made_for_all(lambda: bias()[0], table.device)
-    attention._stored_bias = (table.detach(), table._version, made)
-    return made
+    computed: Tensor = _computed_for_all_streams(lambda: bias()[0], table.device)
+    attention._stored_bias = (table.detach(), table._version, computed)
+    return computed
 
 
 @once_per_class
@@ -232,17 +232,17 @@ def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device)
         if _capturing(device):
             return None
         # If another thread has stored a value meanwhile, keep it: a captured graph may read it.
-        return _STORED.setdefault((key, device), _made_for_all(make, device))
+        return _STORED.setdefault((key, device), _computed_for_all_streams(make, device))
     return _STORED[key, device]
 
 
-def _made_for_all(make: Callable[[], Any], device: torch.device) -> Any:
+def _computed_for_all_streams(make: Callable[[], Any], device: torch.device) -> Any:
     """Return the result of `make`, usable later with gradients and on other CUDA streams."""
     with torch.inference_mode(False), torch.no_grad():
-        made = make()
+        computed = make()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return made
+    return computed
 
 
 def _capturing(device: torch.device) -> bool:

@@ -3,10 +3,10 @@
 int8   torchao, weights only: one scale for each output row
 4bit   bitsandbytes: NF4 with quantised scales (Dettmers et al., QLoRA, NeurIPS 2023)
 
-Only storage is the libraries': each product turns the weights of its layer into numbers again, for
-the forward and for the backward pass, and computes like a plain layer. The libraries' own products
-are not used. One keeps plain weights for the backward pass. Another has no gradients on a CPU in
-eval mode and rounds otherwise than in training.
+The libraries only store the weights. For each product, forward or backward, the layers here convert
+their weights back to floating point and compute like plain layers. The libraries' own products are
+not used. One keeps floating-point weights for the backward pass. Another has no gradients on a CPU
+in eval mode, and there it rounds differently than in training.
 
 Other forms of quantisation are refused by name. The 8-bit form of bitsandbytes, for example, looks
 for outliers among all tokens of a pass, and so mixes records.
@@ -38,7 +38,7 @@ def quantisation(how: Quantize, config: Any, skip: Sequence[str]) -> Any:
 
     how     value of `model.quantize`
     config  the model's configuration; it says if the weights are quantised already
-    skip    names of the modules that keep their numbers, such as the output layer
+    skip    names of the modules that are not quantised, such as the output layer
     """
     stated = _stated(config)
     if stated is None and how == "none":
@@ -55,7 +55,7 @@ def quantisation(how: Quantize, config: Any, skip: Sequence[str]) -> Any:
 
 
 def _stated(config: Any) -> dict[str, Any] | None:
-    """Return the quantisation that a model's configuration states, or None."""
+    """Return the quantisation that a model's configuration declares, or None."""
     stated = getattr(config, "quantization_config", None)
     if stated is None or isinstance(stated, dict):
         return stated
@@ -63,7 +63,7 @@ def _stated(config: Any) -> dict[str, Any] | None:
 
 
 def _library_of(stated: dict[str, Any]) -> str:
-    """Return the library that reads weights of this quantisation; refuse any other."""
+    """Return the library that reads weights of this quantisation, or raise DpfedError."""
     method = str(stated.get("quant_method", "unknown"))
     known = ""
     if method == "bitsandbytes":
@@ -90,7 +90,7 @@ def _require(library: str, needs: str) -> None:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hide what the libraries log about missing GPU code when they are imported."""
+    """Hide the warnings about missing GPU code that the libraries log when they are imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -118,7 +118,7 @@ def _four_bits(skip: Sequence[str]) -> Any:
 
 
 def is_quantised(value: Tensor) -> bool:
-    """Return True for a weight that a library stores in fewer bits than its numbers have."""
+    """Return True for a weight that torchao or bitsandbytes stores in 8 or 4 bits."""
     return hasattr(value, "quant_state") or is_int8(value)
 
 
@@ -132,7 +132,7 @@ def has_quantised(model: nn.Module) -> bool:
 
 
 def number_of_weights(model: nn.Module) -> int:
-    """Return how many parameters the model has; a packed weight counts all its numbers."""
+    """Return the number of parameters, with the full size of quantised weights."""
     return sum(_size(p) for p in model.parameters())
 
 
@@ -142,7 +142,7 @@ def _size(value: Tensor) -> int:
 
 
 def stored_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors that make up a weight: itself, or packed numbers with scales."""
+    """Return the tensors that store a weight, by name: itself, or packed numbers and scales."""
     state = getattr(value, "quant_state", None)
     if state is not None:
         parts = {f"{name}.{key}": x for key, x in state.as_dict(packed=True).items()}
@@ -154,7 +154,10 @@ def stored_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def compute_with_numbers(model: nn.Module) -> None:
-    """Replace the class of every linear layer with a quantised weight, in place."""
+    """Let all linear layers with quantised weights compute with weights in floating point.
+
+    The classes of these layers are replaced in place.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantised(module.weight):
             module.__class__ = _plain_product(type(module))  # type: ignore[assignment]
@@ -170,7 +173,7 @@ def _plain_product(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def numbers(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that a quantised weight stands for, `[out, in]`, in this dtype."""
+    """Return a quantised weight converted to floating point, `[out, in]`, in the given dtype."""
     if is_int8(weight):
         plain: Tensor = weight.dequantize(dtype)
         return plain
@@ -183,7 +186,7 @@ def numbers(weight: Any, dtype: torch.dtype) -> Tensor:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product x Wᵀ with a quantised W, of which no plain copy is kept."""
+    """The product x Wᵀ with a quantised W. No floating-point copy of W is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
@@ -196,6 +199,9 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert all floating-point tensors but quantised weights, which follow the activations."""
+    """Convert all floating-point tensors of the model to `dtype`, except quantised weights.
+
+    A product converts its quantised weight to the dtype of the activations.
+    """
     # The model's own `to` refuses to convert a quantised model.
     nn.Module.to(model, dtype)

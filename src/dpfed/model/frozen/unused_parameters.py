@@ -28,9 +28,9 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
     """
     tensors = trainable(model)
     used = set(tensors) - _unread_by_architecture(model, tensors)
-    reached = _reached(model, built, spec)
-    if reached is not None:
-        used &= reached
+    used_by_outputs = _used_by_outputs(model, built, spec)
+    if used_by_outputs is not None:
+        used &= used_by_outputs
     unused = [name for name in tensors if name not in used]
     if not unused or not used:
         return ()
@@ -41,7 +41,7 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
     return (f"not used by {type(model).__name__}, so not trained: {named}{more}",)
 
 
-def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:
+def _used_by_outputs(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:
     """Return the names of the tensors on which the outputs depend.
 
     Return None if the model cannot run on the meta device.
@@ -49,9 +49,9 @@ def _reached(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None
     with torch.device("cpu"):
         records = (built.spec or spec).synthetic(2, torch.Generator().manual_seed(0))
     inputs = {name: x.to("meta") for name, x in records.items()}
-    for enter in (*(built.forms or (built.prepare,)), _open_mask, _no_mask):
+    for prepare in (*(built.forms or (built.prepare,)), _open_mask, _no_mask):
         try:
-            return _reached_by(_on_meta(model), enter(dict(inputs)))
+            return _reached_tensors(_on_meta(model), prepare(dict(inputs)))
         except Exception:
             # On the meta device, models with `if` on values raise errors of many classes.
             continue
@@ -82,10 +82,10 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _reached_by(model: nn.Module, entered: dict[str, Tensor]) -> set[str]:
+def _reached_tensors(model: nn.Module, arguments: dict[str, Tensor]) -> set[str]:
     leaves: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     with torch.enable_grad(), torch.device("meta"):
-        logits = call(model, {}, entered)
+        logits = call(model, {}, arguments)
     found: set[str] = set()
     seen: set[object] = set()
     nodes = [logits.grad_fn]

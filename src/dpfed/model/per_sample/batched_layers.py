@@ -24,8 +24,8 @@ from dpfed.accel.operators.patches import patch_counts, patches
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 from dpfed.model.per_sample.keyed_dropout import KEY
 
-# A function that turns a function of one record into one of all records. Its list says for each
-# argument which axis holds the records; None means that all records share the argument.
+# A function that takes a function of one record and returns the same function of all records. The
+# list has for each argument the axis of the records, or None if all records share the argument.
 MapRecords = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
 
 
@@ -68,10 +68,10 @@ class BatchedLayerNorm(nn.LayerNorm):
         y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
         lead = y.shape
         y = per_sample(y, weight.shape[0], self)
-        spread = (weight.shape[0], *([1] * (y.dim() - extra)), *self.normalized_shape)
-        y = y * weight.view(spread)
+        broadcast_shape = (weight.shape[0], *([1] * (y.dim() - extra)), *self.normalized_shape)
+        y = y * weight.view(broadcast_shape)
         if bias is not None:
-            y = y + bias.view(spread)
+            y = y + bias.view(broadcast_shape)
         return y.reshape(y.shape[0] * y.shape[1], *lead[1:])
 
 
@@ -82,8 +82,8 @@ class BatchedGroupNorm(nn.GroupNorm):
             return super().forward(x)
         y = F.group_norm(x, self.num_groups, None, None, self.eps)
         y = per_sample(y, weight.shape[0], self)
-        spread = (weight.shape[0], 1, self.num_channels, *([1] * (x.dim() - 2)))
-        y = y * weight.view(spread) + self.bias.view(spread)
+        broadcast_shape = (weight.shape[0], 1, self.num_channels, *([1] * (x.dim() - 2)))
+        y = y * weight.view(broadcast_shape) + self.bias.view(broadcast_shape)
         return y.flatten(0, 1)
 
 
@@ -93,16 +93,16 @@ class BatchedEmbedding(nn.Embedding):
             return super().forward(ids)
         samples, rows, width = self.weight.shape
         first = samples if ids.shape[0] == 1 else ids.shape[0]
-        per = per_sample(ids, samples, self).flatten(1)
+        grouped = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
         # All copies form one table, where a wrong id would read another record's copy. Replace
         # wrong ids by an id outside all copies, so that PyTorch reports an error.
-        known = (per >= 0) & (per < rows)
-        y = F.embedding(torch.where(known, per + offset, samples * rows), table)
+        known = (grouped >= 0) & (grouped < rows)
+        y = F.embedding(torch.where(known, grouped + offset, samples * rows), table)
         if self.padding_idx is not None:
             # As in nn.Embedding, the padding row gets no gradient.
-            y = torch.where((per == self.padding_idx).unsqueeze(-1), y.detach(), y)
+            y = torch.where((grouped == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return y.view(first, *ids.shape[1:], width)
 
 
@@ -111,19 +111,19 @@ class BatchedConv2d(nn.Conv2d):
         if self.weight.dim() == 4:
             return super().forward(x)
         samples = self.weight.shape[0]
-        per = per_sample(x, samples, self)  # [M, k, c, h, w]
+        grouped = per_sample(x, samples, self)  # [M, k, c, h, w]
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             pad = self._reversed_padding_repeated_twice
-            padded = F.pad(per.flatten(0, 1), pad, self.padding_mode)
-            per = padded.view(*per.shape[:2], *padded.shape[1:])
+            padded = F.pad(grouped.flatten(0, 1), pad, self.padding_mode)
+            grouped = padded.view(*grouped.shape[:2], *padded.shape[1:])
             padding = 0
-        if self._as_product(per):
-            return self._product(per.flatten(0, 1))
+        if self._as_product(grouped):
+            return self._product(grouped.flatten(0, 1))
         # Use float32 instead of half precision on a CPU: the half-precision kernel for groups
         # spreads a NaN from one group to its neighbour.
         dtype = torch.float32 if _half_on_cpu(x) else x.dtype
-        inner = per.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]
+        inner = grouped.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]
         weight = self.weight.flatten(0, 1).to(dtype)
         bias = None if self.bias is None else self.bias.reshape(-1).to(dtype)
         groups = samples * self.groups
@@ -131,14 +131,14 @@ class BatchedConv2d(nn.Conv2d):
         y = y.view(y.shape[0], samples, self.out_channels, *y.shape[2:]).transpose(0, 1)
         return y.flatten(0, 1).to(x.dtype)
 
-    def _as_product(self, per: Tensor) -> bool:
+    def _as_product(self, grouped: Tensor) -> bool:
         return (
             self.groups == 1
-            and per.shape[1] == 1
+            and grouped.shape[1] == 1
             and max(self.dilation) == 1
             and self.padding_mode == "zeros"
             and not isinstance(self.padding, str)
-            and self._product_is_faster(per)
+            and self._product_is_faster(grouped)
         )
 
     def _product_is_faster(self, x: Tensor) -> bool:
@@ -203,8 +203,8 @@ def _by_loop(one: Callable[..., Any], axes: list[int | None]) -> Callable[..., A
         rows = []
         for j in range(len(next(iter(weights.values())))):
             own = {name: w[j] for name, w in weights.items()}
-            mine = (x[j] if axis == 0 else x for x, axis in zip(leaves, axes, strict=True))
-            rows.append(one(own, *mine))
+            own_leaves = (x[j] if axis == 0 else x for x, axis in zip(leaves, axes, strict=True))
+            rows.append(one(own, *own_leaves))
         return [torch.stack(of_one) for of_one in zip(*rows, strict=True)]
 
     return run
@@ -268,10 +268,10 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Return True if `module` is Swin's position bias; make the bias and its parent batched then.
+    """Make Swin's position bias and its parent, the attention, batched. Return True if done.
 
-    The parent is the attention. The parent tells the bias how many windows each record has,
-    because the bias has no input. Other modules do not change, and the result is then False.
+    Return False for any other module, which does not change. The bias has no input, so the parent
+    tells it how many windows each record has.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

@@ -1,4 +1,4 @@
-"""Check that a record in a padded batch gets the outputs that the plain model gives it alone.
+"""Check that a padded batch gives each record the outputs that the plain model gives it alone.
 
 Before any layer's class is replaced, the plain model computes the outputs of synthetic records,
 each alone and without padding. Afterwards the changed model computes the same records in one padded
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.causal_loss import causal_logits, scores_of
 from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
@@ -53,8 +53,8 @@ def plain_outputs(
     Call this before any layer's class is replaced. `theta` is the initial vector `[P]`.
     """
     generator = torch.Generator().manual_seed(0)
-    moved = SPREAD * torch.randn(len(theta), generator=generator)
-    vector = theta + moved.to(theta.device)
+    change = SPREAD * torch.randn(len(theta), generator=generator)
+    vector = theta + change.to(theta.device)
     weights = space.unflatten(vector)
     records = len(next(iter(inputs.values())))
     model.eval()
@@ -69,7 +69,7 @@ def plain_outputs(
         except Exception as error:
             raise DpfedError(
                 f"{type(model).__name__} cannot compute a single record without padding "
-                f"({first_words(error)}): choose another model"
+                f"({reason(error)}): choose another model"
             ) from error
     return PlainOutputs(vector, dict(inputs), outputs)
 
@@ -83,8 +83,8 @@ def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
         return prepare(one)
     real = int(one["attention_mask"].sum())
     tokens = {name: x[:, :real].long() for name, x in one.items() if name != "attention_mask"}
-    taken = prepare(one)
-    return {name: x for name, x in tokens.items() if name in taken}
+    accepted = prepare(one)
+    return {name: x for name, x in tokens.items() if name in accepted}
 
 
 def faithful_model(
@@ -117,27 +117,27 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
     Raise DpfedError if there is no such function.
     """
     best = math.inf
-    reason = ""
+    failure = ""
     for form in forms:
         try:
-            off = farthest(model, plain, form)
+            difference = largest_difference(model, plain, form)
         except Exception as error:
             # Models raise errors of many classes for inputs that they cannot read: catch them all.
-            reason = reason or first_words(error)
+            failure = failure or reason(error)
             continue
-        if off <= TOLERANCE[model.dtype]:
+        if difference <= TOLERANCE[model.dtype]:
             return form
-        best = min(best, off)
+        best = min(best, difference)
     name = type(model.model).__name__
     if best == math.inf:
-        raise DpfedError(f"{name} cannot compute a batch ({reason}): choose another model")
+        raise DpfedError(f"{name} cannot compute a batch ({failure}): choose another model")
     raise DpfedError(
         f"{name} computes a record differently in a padded batch than alone and unpadded "
         f"(outputs are {best:.1%} off), so its gradients would be wrong: choose another model"
     )
 
 
-def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
+def largest_difference(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
     """Return the largest relative difference between a record's outputs and the plain outputs.
 
     The result is infinity if an output is NaN. In half precision the median over records is
@@ -148,16 +148,12 @@ def farthest(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
         # A language model's outputs are [tokens, vocabulary]. Compute them as its loss does.
         logits_of = causal_logits if plain.outputs[0].dim() == 2 else call
         together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
-    off = []
+    differences = []
     for got, want in zip(together, plain.outputs, strict=True):
         # Do not compare padding tokens of a language model.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size
-        off.append(math.inf if math.isnan(difference) else difference)
-    off.sort()
-    return off[-1] if model.dtype == torch.float32 else off[len(off) // 2]
-
-
-def first_words(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
+        differences.append(math.inf if math.isnan(difference) else difference)
+    differences.sort()
+    return differences[-1] if model.dtype == torch.float32 else differences[len(differences) // 2]

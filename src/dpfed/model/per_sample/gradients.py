@@ -52,9 +52,11 @@ class PerSample:
     task     turns scores and labels into one loss per record, and into predictions
     rows     number of records in one pass of `scores` on a CPU
 
-    `shares_passes` is False for a mixture of experts, and for a model whose records change the
-    rounding of each other. `places` is the number of records in a pass of exact isolation. If it
-    must be 1, `alone` says why (`places.settle_places`).
+    Attributes that the job sets after its checks:
+    shares_passes  False if records of one pass change the rounding of each other, as in a mixture
+                   of experts
+    places         number of records in one pass with exact isolation
+    alone          the reason if `places` must be 1, else None
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class PerSample:
         self._losses = Compiled(self._sum_of_losses, self.model, self._checkpoints, **options)
 
     def through(self, forward: Forward, module: str) -> PerSample:
-        """Return a PerSample of the same modules with the forward pass `forward`.
+        """Return a PerSample with the same modules that calls `forward` instead of `self.forward`.
 
         `forward` may use dropout only in the module called `module`.
         """
@@ -175,7 +177,8 @@ class PerSample:
     ) -> list[Tensor]:
         """Return the gradients of `grads`, but with the gradients of linear weights transposed.
 
-        This saves a copy. `ordered` later puts sums of these gradients into the vector's order.
+        This saves a copy. Afterwards `ordered` can put sums of these gradients in the order of the
+        vector.
         """
         copies = self._copies(theta, client)
         with torch.enable_grad():
@@ -211,7 +214,7 @@ class PerSample:
             except torch.OutOfMemoryError:
                 if self._rows_factor * self.rows <= 1:
                     raise
-            # Retry only here, outside `except`: there the error keeps the failed pass in memory.
+            # Retry outside the `except` block: inside it the error keeps the failed pass in memory.
             self._rows_factor /= 2
             torch.cuda.empty_cache()
 

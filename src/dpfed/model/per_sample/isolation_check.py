@@ -20,22 +20,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, reason
 from dpfed.model.frozen.quantised import has_quantised
 from dpfed.model.per_sample.failing_layer import failing_layer
-from dpfed.model.per_sample.forward_check import first_words
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
 # Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
 TOLERANCE = 1e-3
 # A ReLU with an input near zero can explain relative differences up to this value.
-JUMP = 0.1
+RELU_TOLERANCE = 0.1
 # Largest relative difference that is accepted in double precision.
-EXACT = 1e-7
+DOUBLE_TOLERANCE = 1e-7
 # Number of other random weights to try. In a deep network, most random weights give some ReLU an
 # input near zero, so a few attempts do not suffice.
-DRAWS = 16
+MAX_DRAWS = 16
 # Rounding causes differences up to this share of the whole gradient's norm. The bias of an
 # attention key has a true gradient of zero, so all of its gradient is rounding.
 ROUNDING = 1e-6
@@ -81,10 +80,10 @@ def _records_near(
 ) -> _Records:
     client = torch.tensor([0, 1, 0], device=theta.device)
     labels = model.task.examples(RECORDS, classes).to(theta.device)
-    return _Records(_moved(theta, generator), client, inputs, labels)
+    return _Records(_perturbed(theta, generator), client, inputs, labels)
 
 
-def _moved(theta: Tensor, generator: torch.Generator) -> Tensor:
+def _perturbed(theta: Tensor, generator: torch.Generator) -> Tensor:
     return theta + 0.02 * torch.randn(2, len(theta), generator=generator).to(theta.device)
 
 
@@ -125,31 +124,31 @@ def _check_gradients(
         layer = failing_layer(model.model, lambda: records.together(model))
         raise DpfedError(
             f"per-sample gradients of {kind} cannot be computed{layer} "
-            f"({first_words(error)}): {_way_out(model)}"
+            f"({reason(error)}): {_remedy(model)}"
         ) from error
     alone = records.one_by_one(model)
     for name, gradient in zip(model.space.names, alone, strict=True):
         if not gradient.norm() > 0:
             raise DpfedError(
                 f"the trainable tensor {name} has no gradient, as {kind} "
-                f"does not use it or multiplies it by zero: {_way_out(model)}"
+                f"does not use it or multiplies it by zero: {_remedy(model)}"
             )
-    name, off = _farthest(model, together, alone)
-    if off <= TOLERANCE:
+    name, difference = _largest_difference(model, together, alone)
+    if difference <= TOLERANCE:
         return
     explained = (
-        off <= JUMP
+        difference <= RELU_TOLERANCE
         and _agrees_in_double(model, records)
         and _each_agrees_once(model, theta, records, generator)
     )
     if not explained:
         raise DpfedError(
             f"the per-sample gradients of {name} differ from those of its records one by one, so "
-            f"{kind} mixes records or folds them in an unknown way: {_way_out(model)}"
+            f"{kind} mixes records or folds them in an unknown way: {_remedy(model)}"
         )
 
 
-def _way_out(model: PerSample) -> str:
+def _remedy(model: PerSample) -> str:
     if any(".lora_" in name for name in model.space.names):
         return 'leave that layer out of model.lora.targets, or set model.train = "head"'
     everything = sum(p.numel() for p in model.model.parameters())
@@ -172,20 +171,22 @@ def check_isolation(
     others = [0, 2]
     here = f"in run.precision = {str(model.dtype)[6:]!r}"
     try:
-        sound = [g[others].float() for g in records.together(model, keys)]
-        beside = [g[others].float() for g in broken.together(model, keys)]
+        gradients = [g[others].float() for g in records.together(model, keys)]
+        with_broken = [g[others].float() for g in broken.together(model, keys)]
     except Exception as error:
         raise DpfedError(
-            f"{here} a record that is not finite stops the pass of all: {first_words(error)}; "
+            f"{here} a record that is not finite stops the pass of all: {reason(error)}; "
             "freeze the module named there"
         ) from error
-    if not all(bool(g.isfinite().all()) for g in sound):
+    if not all(bool(g.isfinite().all()) for g in gradients):
         raise DpfedError(
             f"{here} gradients near the initial weights are not finite: take another precision"
         )
-    name, off = _farthest(model, beside, sound, max(ROUNDING, torch.finfo(model.dtype).eps))
-    # Differences up to JUMP are rounding. `off` is NaN if NaN has reached another record.
-    if not off <= JUMP:
+    name, difference = _largest_difference(
+        model, with_broken, gradients, max(ROUNDING, torch.finfo(model.dtype).eps)
+    )
+    # Smaller differences are rounding. The difference is NaN if NaN has reached another record.
+    if not difference <= RELU_TOLERANCE:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
             "take another precision, or freeze that tensor"
@@ -218,7 +219,7 @@ def records_mix(
     return any(not torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
 
-def _farthest(
+def _largest_difference(
     model: PerSample,
     together: Sequence[Tensor],
     alone: Sequence[Tensor],
@@ -229,9 +230,14 @@ def _farthest(
     Each difference is first reduced by `rounding` times the norm of the whole gradient.
     """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
-    off = [float(((a - b).norm() - floor) / b.norm()) for a, b in zip(together, alone, strict=True)]
-    worst = max(range(len(off)), key=lambda i: math.inf if math.isnan(off[i]) else off[i])
-    return model.space.names[worst], off[worst]
+    differences = [
+        float(((a - b).norm() - floor) / b.norm()) for a, b in zip(together, alone, strict=True)
+    ]
+    worst = max(
+        range(len(differences)),
+        key=lambda i: math.inf if math.isnan(differences[i]) else differences[i],
+    )
+    return model.space.names[worst], differences[worst]
 
 
 def _each_agrees_once(
@@ -240,18 +246,20 @@ def _each_agrees_once(
     """Return True if each record has equal gradients in two passes, for some random weights.
 
     One pass contains all records, the other pass contains only the record. The gradients of a
-    record need to be equal for only one of `DRAWS` random weights.
+    record need to be equal for only one of `MAX_DRAWS` random weights.
     """
-    left = set(range(RECORDS))
-    for _ in range(DRAWS):
-        drawn = replace(records, theta=_moved(theta, generator))
+    unequal = set(range(RECORDS))
+    for _ in range(MAX_DRAWS):
+        drawn = replace(records, theta=_perturbed(theta, generator))
         together, alone = drawn.together(model), drawn.one_by_one(model)
-        for j in sorted(left):
+        for j in sorted(unequal):
             one = slice(j, j + 1)
-            _, off = _farthest(model, [g[one] for g in together], [g[one] for g in alone])
-            if off <= TOLERANCE:
-                left.remove(j)
-        if not left:
+            _, difference = _largest_difference(
+                model, [g[one] for g in together], [g[one] for g in alone]
+            )
+            if difference <= TOLERANCE:
+                unequal.remove(j)
+        if not unequal:
             return True
     return False
 
@@ -270,8 +278,10 @@ def _agrees_in_double(model: PerSample, records: _Records) -> bool:
     try:
         model.to(torch.float64)
         exact = replace(records, theta=records.theta.double())
-        _, off = _farthest(model, exact.together(model), exact.one_by_one(model), ROUNDING**2)
-        return off <= EXACT
+        _, difference = _largest_difference(
+            model, exact.together(model), exact.one_by_one(model), ROUNDING**2
+        )
+        return difference <= DOUBLE_TOLERANCE
     except Exception:
         # Models and devices without double precision raise errors of many classes: catch them all.
         return False

@@ -21,7 +21,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 def rule_of(salt: int, rate: float) -> Tensor:
-    """Return the start of a layer's random stream, and how many of 2^24 draws it drops, as `[2]`.
+    """Return `[2]`: the start of a layer's random stream, and how many of 2^24 draws it drops.
 
     salt  the layer's number
     rate  the probability of dropout

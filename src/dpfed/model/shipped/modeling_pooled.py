@@ -92,7 +92,7 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
 
 
 def unmasked(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return which tokens are not padding, `[M, L]`.
+    """Return True for each token that is not padding, `[M, L]`.
 
     The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]` with 0 for a visible token and
     the lowest number elsewhere. In the second form the last row sees every token.

@@ -1,4 +1,4 @@
-"""Result of building a model: its module, heads, input preparation and task; and its dropout."""
+"""The result of building a model, zero heads, and the dropout settings of configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfed.errors import DpfedError
-from dpfed.model.export_files import MakeCompanions, no_companions
+from dpfed.model.export_files import Companions, MakeCompanions
 from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -58,7 +58,7 @@ class Built:
     spec: InputSpec | None = None
     rows: int = 1024
     notes: tuple[str, ...] = ()
-    companions: MakeCompanions = no_companions
+    companions: MakeCompanions = lambda reading: Companions()
     forms: tuple[Prepare, ...] = ()
 
 

@@ -39,7 +39,9 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TargetCounts:
-    """The targets of a table's records at a public length; exact counts of private records.
+    """Counts of targets after the records of a table are cut to a public length.
+
+    The counts are exact, and the records may be private.
 
     records    number of records
     targets    number of tokens that the loss covers, over all records
@@ -56,7 +58,7 @@ class TargetCounts:
 
 
 def count_targets(rows: Sequence[TokenRow], length: int) -> TargetCounts:
-    """Return what is left of the records' targets if records are cut to `length` tokens."""
+    """Count the targets that remain if the records are cut to `length` tokens."""
     kept = [row.kept_targets(length) for row in rows]
     whole = [row.kept_targets(len(row.ids)) for row in rows]
     return TargetCounts(
@@ -112,9 +114,10 @@ def _ids(tokenizer: Any, texts: Iterable[str], add_special_tokens: bool) -> list
 def completion_rows(
     tokenizer: Any, prompts: Iterable[str], completions: Iterable[str]
 ) -> list[TokenRow]:
-    """Return each prompt, its completion and the end token; the last two are targets.
+    """Return for each record its prompt, its completion and the end token.
 
-    Prompt and completion are tokenised apart, as in generation, where the prompt stands alone.
+    Completion and end token are targets. Prompt and completion are tokenised apart, as in
+    generation, where the prompt stands alone.
     """
     starts = [
         _before_end(full, bare)
@@ -169,7 +172,10 @@ def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], place: str) -> l
 
 
 def chat_rows(tokenizer: Any, chats: Sequence[list[Message]], part: str = "") -> list[TokenRow]:
-    """Return each chat as its template renders it; the assistant's tokens are targets."""
+    """Return the tokens of each chat, as its template renders it.
+
+    The tokens that the assistant wrote are targets.
+    """
     marks = GENERATION.search(_template(tokenizer))
     row_of = _marked_row if marks else _row_of_prefixes
     where = f" of the {part} set" if part else ""
@@ -188,7 +194,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def _marked_row(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
-    """Return a chat whose template marks the assistant's tokens."""
+    """Return the tokens of a chat whose template marks the assistant's tokens."""
     try:
         out = tokenizer.apply_chat_template(
             chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -202,10 +208,11 @@ def _marked_row(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
 
 
 def _row_of_prefixes(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
-    """Return a chat whose targets follow from its beginnings, each rendered alone.
+    """Return the tokens of a chat whose template does not mark the assistant's tokens.
 
-    A message of the assistant is what its chat has more than the chat before it, ready for an
-    answer. Both must begin the tokens of the whole chat; else raise DpfedError.
+    For each message of the assistant, the chat is rendered twice: up to this message, and with it.
+    The tokens that the message adds are targets. Raise DpfedError if one of the two renderings
+    differs from the start of the whole chat.
     """
     try:
         whole = _rendered(tokenizer, chat)

@@ -28,17 +28,18 @@ STAGES = (2, 2, 2, 2)
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
-    def __init__(self, inside: int, outside: int, stride: int, groups: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int, groups: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(groups, outside)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, outside)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, channels_out)
         self.relu = nn.ReLU()
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inside != outside:
+        if stride != 1 or channels_in != channels_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.GroupNorm(groups, outside)
+                nn.Conv2d(channels_in, channels_out, 1, stride, bias=False),
+                nn.GroupNorm(groups, channels_out),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,16 +57,18 @@ class ResNet(nn.Module):
         self.norm = nn.GroupNorm(groups, width)
         self.relu = nn.ReLU()
         stages = []
-        inside = width
+        channels_in = width
         for stage, depth in enumerate(STAGES):
-            outside = width * 2**stage
+            channels_out = width * 2**stage
             blocks = []
             for i in range(depth):
-                blocks.append(ResidualBlock(inside, outside, 2 if stage and i == 0 else 1, groups))
-                inside = outside
+                blocks.append(
+                    ResidualBlock(channels_in, channels_out, 2 if stage and i == 0 else 1, groups)
+                )
+                channels_in = channels_out
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
-        self.classifier = fresh_head(inside, classes)
+        self.classifier = fresh_head(channels_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -187,9 +187,9 @@ def additive(real: Tensor, ahead: bool) -> Tensor:
 
 
 def position_offset(model: nn.Module) -> int:
-    """Return the index before the row of the first position in the model's position table.
+    """Return the row before the first position in the model's table of position embeddings.
 
-    If the table has a padding row, the result is the index of that row, otherwise -1.
+    This is the padding row if the table has one, otherwise -1.
     """
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)

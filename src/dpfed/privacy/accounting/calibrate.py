@@ -32,7 +32,8 @@ LARGEST_SIGMA = 1e4
 # A smaller sigma is not searched, because its epsilon would be meaninglessly large.
 _SMALLEST_SIGMA = 1e-2
 _COARSE_TOLERANCE = 1e-5
-# The first sigma that is tested exactly is the estimate times 1 + _SAFE, so that it likely passes.
+# The search computes its first exact epsilon at the estimated sigma times 1 + _SAFE. With this
+# margin, the first sigma usually meets the target.
 _SAFE = 2e-4
 
 

@@ -1,4 +1,4 @@
-"""The fewest clients that a cohort can be drawn from, and the probability of being drawn."""
+"""The probability that a client is drawn for a cohort when spent budgets exclude other clients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def fewest_eligible(
     """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
 
     A client whose budget is spent is no longer eligible, so the others are drawn more often. The
-    true number of eligible clients depends on who took part. The statement must not depend on
-    that, so it uses this lower bound.
+    true number of eligible clients depends on who took part, which is secret. The privacy statement
+    therefore uses the smallest possible number.
 
     limits  the number of rounds that each client's budget allows; None without budgets
 
-    In the t-1 rounds before round t, clients took part S(t-1) times. Most budgets are spent if the
-    clients with the smallest limits took part. Spending a limit of L rounds takes at least L
-    rounds.
+    Before round t, the cohorts had S(t-1) places in t-1 rounds. The number of spent budgets is
+    largest if the clients with the smallest limits took these places. A limit of L rounds cannot
+    be spent in fewer than L rounds.
     """
     if limits is None:
         return [(clients, rounds)]
@@ -44,7 +44,7 @@ def fewest_eligible(
 
 
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
-    """Return the probability that a client is drawn in a round, for each sequence of rounds.
+    """Return pairs (probability that a client is drawn in a round, number of such rounds).
 
     eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
     colluding  clients that tell the third party when they were not drawn

@@ -167,14 +167,14 @@ class Planned:
 
     @property
     def worst_client(self) -> str:
-        """The client of `server_worst` in words."""
+        """Text that describes the client whose epsilon is `server_worst`."""
         if self.cap is None:
             return "a client in every round"
         return f"a client in {self.cap} of {self.rounds} rounds, its cap"
 
     @property
     def third_party_void(self) -> str | None:
-        """The reason why the third party's epsilon is the server's; None if it may be less."""
+        """Reason why the third party's epsilon equals the server's; None if it may be smaller."""
         return None if self.cap is None else CAPPED
 
     @cached_property
@@ -226,10 +226,12 @@ class Planned:
 
     @cached_property
     def server_worst(self) -> float:
+        """Epsilon against the server, for a client with the most rounds."""
         return self.server(self.most_rounds)
 
     @cached_property
     def server_expected(self) -> float:
+        """Epsilon against the server, for a client with the expected number of rounds."""
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
@@ -238,7 +240,7 @@ class Planned:
         If clients have different mechanisms, it is the largest epsilon.
         """
         if self.prior:
-            return max(epsilon(h, self.delta).value for h in self._histories_after(rounds))
+            return max(epsilon(h, self.delta) for h in self._histories_after(rounds))
         if self.kinds[0].sampling == "poisson":
             population = Population.of(self.kinds, rounds, self.local_steps)
             return largest_epsilon(population, self.delta)
@@ -282,15 +284,6 @@ class Planned:
     def assumptions(self) -> str:
         past = (self.prior, self.uncounted)
         return assumptions(self.kinds, self.delta, self.unit, *past, cap=self.cap)
-
-    def over_rounds(self, points: int = 25) -> tuple[list[int], list[float], list[float]]:
-        """Return three lists for a plot of at most `points` points.
-
-        They hold round numbers, and after each of these rounds the server's epsilon and the third
-        party's epsilon.
-        """
-        at = sorted({round(1 + i * (self.rounds - 1) / max(1, points - 1)) for i in range(points)})
-        return at, [self.server_after(t) for t in at], [self.third_party_after(t) for t in at]
 
     def meaning(self) -> dict[str, float]:
         """Return numbers that explain epsilon, by name.

@@ -76,7 +76,7 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
     """Return the server's epsilon for a client that took part in `rounds` rounds."""
-    return epsilon([(step, local_steps * rounds)], delta).value
+    return epsilon([(step, local_steps * rounds)], delta)
 
 
 def expected_rounds(rounds: int, participation: float) -> int:
@@ -140,7 +140,7 @@ def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
 
 
 def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
-    """Return the epsilon of one view; the participation S/N of the plan is its `probability`."""
+    """Return the epsilon against one observer; `plan.probability` is the participation S/N."""
     if view == "third_party":
         return third_party_epsilon([plan], delta)
     seen = as_seen(view, plan)

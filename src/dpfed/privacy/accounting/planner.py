@@ -55,17 +55,21 @@ class PlanNumbers:
     def planned(self) -> Planned:
         """Check the numbers and return the plan; a target epsilon decides its noise multiplier."""
         self._refuse_impossible()
-        participation = odds = self.participation
+        participation = self.participation
+        # Colluding clients make it more probable, for a third party, that another one was drawn.
+        third_party_probability = participation
         if self.clients is not None:
             cohort = max(1, round(participation * self.clients))
             participation = participation_probability(cohort, self.clients)
-            odds = participation_probability(cohort, self.clients, self.colluding)
+            third_party_probability = participation_probability(
+                cohort, self.clients, self.colluding
+            )
         cap = self._cap(participation)
         sigma = self.sigma
         if self.target_epsilon is not None:
-            secret = odds if self.view == "third_party" else participation
-            rounds = Rounds(self._step(0.0), self.local_steps, self.rounds, secret)
             view = cast(View, self.view)
+            probability = third_party_probability if view == "third_party" else participation
+            rounds = Rounds(self._step(0.0), self.local_steps, self.rounds, probability)
             rounds = capped(view, rounds, cap)
             sigma = calibrate_sigma(rounds, self.target_epsilon, self.delta, view)
         if sigma is None or not sigma > 0:
@@ -74,7 +78,7 @@ class PlanNumbers:
             (self._step(sigma),),
             self.local_steps,
             participation,
-            ((odds, self.rounds),),
+            ((third_party_probability, self.rounds),),
             self.delta,
             largest=self.records,
             cap=cap,

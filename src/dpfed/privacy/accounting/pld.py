@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -45,20 +44,6 @@ class AccountingError(RuntimeError):
     """Raised if two accountants contradict each other, which is always a defect of this program."""
 
 
-@dataclass(frozen=True)
-class Epsilon:
-    """An epsilon and how it was computed.
-
-    value       epsilon
-    accountant  "PLD" or "RDP"
-    adjacency   neighbouring relation for which epsilon holds
-    """
-
-    value: float
-    accountant: str
-    adjacency: str
-
-
 @lru_cache(maxsize=4096)
 def epsilon_of_terms(
     terms: tuple[Term, ...], delta: float, relation: Relation = "add/remove one"
@@ -72,8 +57,8 @@ def epsilon_of_terms(
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # Begin with an interval of at least 1e-4: it is derived from an RDP estimate, which is
-    # inaccurate for a small epsilon and could ask for a needlessly fine grid.
+    # Begin with an interval of at least 1e-4. The RDP estimate is inaccurate for a small epsilon,
+    # so the interval that follows from it may be needlessly fine.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)
@@ -124,7 +109,7 @@ def check_against_rdp(value: float, bound: float) -> None:
         )
 
 
-def epsilon(history: History, delta: float) -> Epsilon:
+def epsilon(history: History, delta: float) -> float:
     """Return the epsilon to report: from RDP for fixed-size sampling, else from PLD.
 
     A PLD epsilon is checked against the RDP epsilon before it is returned.
@@ -133,10 +118,10 @@ def epsilon(history: History, delta: float) -> Epsilon:
     entries = released(history)
     bound = rdp_epsilon(entries, delta)
     if entries and entries[0][0].sampling == "fixed_wor":
-        return Epsilon(bound, "RDP", entries[0][0].adjacency)
+        return bound
     value = pld_epsilon(entries, delta)
     check_against_rdp(value, bound)
-    return Epsilon(value, "PLD", "add/remove one")
+    return value
 
 
 def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
@@ -214,7 +199,7 @@ def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
 
 
 def delta_at(history: History, at: float) -> float:
-    """Return delta(epsilon) of the history for the epsilon `at`."""
+    """Return delta(epsilon) of the history at one epsilon, `at`."""
     return delta_curve(history, [at])[0]
 
 
@@ -236,4 +221,4 @@ def tuning_epsilon(history: History, delta: float, runs: int) -> float:
     check_delta(delta)
     if runs < 1:
         raise DpfedError(f"the number of tuning runs must be at least 1, not {runs}.")
-    return epsilon([(mechanism, steps * runs) for mechanism, steps in history], delta).value
+    return epsilon([(mechanism, steps * runs) for mechanism, steps in history], delta)

@@ -3,7 +3,7 @@
 Epsilon grows with the sampling rate and the number of rounds, and falls with the noise. Each client
 is therefore bounded by a grid point with at least its rate and rounds, and at most its noise. Many
 clients share a grid point, so few loss distributions are computed. Where the epsilons of
-neighbouring points differ by more than the tolerance, the grid is refined.
+neighbouring points differ by more than TOLERANCE, the grid is refined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dpfed.privacy.mechanism import Mechanism
 
 Ints = npt.NDArray[np.int64]
 
-# The grid is not refined further: neighbours then differ only where epsilon is almost 0.
+# An upper bound may exceed a client's epsilon by this relative amount.
+TOLERANCE = 0.03
+# Smallest width of a cell. Neighbours that differ at this width have an epsilon of almost 0.
 _FINEST_WIDTH = 1e-3
 
 
@@ -75,7 +77,7 @@ class Population:
     def exact(self, client: int, delta: float) -> float:
         """Return the exact epsilon of one client, which was checked against the RDP epsilon."""
         step = Mechanism("poisson", float(self.rates[client]), float(self.multipliers[client]))
-        return epsilon([(step, int(self.steps * self.rounds[client]))], delta).value
+        return epsilon([(step, int(self.steps * self.rounds[client]))], delta)
 
     def front(self, clients: Ints) -> list[int]:
         """Return the clients that can have the largest epsilon (the Pareto front).
@@ -84,7 +86,8 @@ class Population:
         """
         front: list[int] = []
         while len(clients):
-            # No client dominates the one with the most rounds. Noise, then rate, decides ties.
+            # No other client dominates the one with the most rounds. Among equals, take the one
+            # with the least noise, then the one with the highest rate.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)
@@ -112,24 +115,22 @@ def largest_epsilon(population: Population, delta: float) -> float:
     return max((population.exact(client, delta) for client in front), default=0.0)
 
 
-def population_epsilon(population: Population, delta: float, tolerance: float = 0.03) -> Floats:
+def population_epsilon(population: Population, delta: float) -> Floats:
     """Return an upper bound on the epsilon of every client.
 
-    Each bound exceeds the client's epsilon by at most the relative `tolerance`. The largest of all
-    bounds equals the exact epsilon. The bound is 0 for a client without rounds, and infinite for a
-    client without noise.
+    Each bound exceeds the client's epsilon by at most 3 % (TOLERANCE). The largest of all bounds
+    equals the exact epsilon. The bound is 0 for a client without rounds, and infinite for a client
+    without noise.
     """
     check_delta(delta)
-    if not tolerance > 0:
-        raise DpfedError("population accounting needs a tolerance above 0.")
     bounds = np.zeros(population.rates.shape)
     bounds[population.active] = math.inf
     clients = population.active[population.multipliers[population.active] > 0]
     if not len(clients):
         return bounds
-    grid = _Grid(population, clients, delta, tolerance)
+    grid = _Grid(population, clients, delta)
     pending = clients
-    width = 0.75 * math.log1p(tolerance)
+    width = 0.75 * math.log1p(TOLERANCE)
     while len(pending):
         pending = grid.settle(pending, width, bounds)
         width /= 2
@@ -205,15 +206,13 @@ class _Grid:
     cells remain grid points, so their epsilons are used again.
     """
 
-    def __init__(
-        self, population: Population, clients: Ints, delta: float, tolerance: float
-    ) -> None:
+    def __init__(self, population: Population, clients: Ints, delta: float) -> None:
         self.highest_rate = population.rates[clients].max()
         self.least_noise = population.multipliers[clients].min()
         self.rounds = population.rounds
         self.steps = population.steps
         self.delta = delta
-        self.tolerance = tolerance
+
         self.rate_levels = np.log(self.highest_rate / population.rates)
         noise = np.where(population.multipliers > 0, population.multipliers, self.least_noise)
         self.noise_levels = np.log(noise / self.least_noise)
@@ -233,7 +232,7 @@ class _Grid:
         The worst corner of a cell has the highest rate, the least noise and the most rounds. The
         bound of a client is the epsilon at the worst corner of its cell. The client's true epsilon
         lies between the epsilons at the best and the worst corner. A cell is small enough if these
-        two differ by less than the tolerance, minus a margin for the loss grids of both.
+        two differ by less than TOLERANCE, minus a margin for the loss grids of both.
 
         width   side of a cell
         bounds  bounds of all clients, which this changes in place
@@ -252,10 +251,12 @@ class _Grid:
         # the best corner needs no step there.
         rate_step = int(np.any(self.rate_levels[clients] != 0))
         noise_step = int(np.any(self.noise_levels[clients] != 0))
-        for index, (r, s, low, high) in enumerate(cells.T):
-            worst[index] = self.epsilon(r * width, s * width, int(high))
-            best = self.epsilon((r + rate_step) * width, (s + noise_step) * width, int(low))
-            close = worst[index] <= (1 + self.tolerance - 0.004) * best
+        for index, (rate_index, noise_index, fewest, most) in enumerate(cells.T):
+            worst[index] = self.epsilon(rate_index * width, noise_index * width, int(most))
+            best_rate = (rate_index + rate_step) * width
+            best_noise = (noise_index + noise_step) * width
+            best = self.epsilon(best_rate, best_noise, int(fewest))
+            close = worst[index] <= (1 + TOLERANCE - 0.004) * best
             settled[index] = close or width < _FINEST_WIDTH
         bounds[clients] = worst[member]
         return clients[~settled[member]]

@@ -21,9 +21,9 @@ from dpfed.privacy.accounting.history import Floats, History, released
 from dpfed.privacy.accounting.pld import privacy_profile
 from dpfed.privacy.mechanism import Mechanism
 
-# mu is the smallest one whose delta(epsilon) is at least the history's wherever that is >= CUTOFF.
+# Smallest delta of a profile. `gaussian_mu` ignores the epsilons at which delta is smaller.
 CUTOFF = 1e-9
-# Number of evenly spaced epsilons in a profile. Equally many are spaced logarithmically.
+# A profile has this number of evenly spaced epsilons, and as many logarithmically spaced ones.
 _NODES = 1500
 _LARGEST_MU = 1e4
 
@@ -33,7 +33,8 @@ class Profile:
     """Upper bounds of delta(epsilon) at a few nodes, for both orders of two neighbouring data sets.
 
     epsilons  nodes, ascending from 0
-    deltas    delta at each node; between nodes, delta is below the chord over e^epsilon
+    deltas    delta at each node; between two nodes, delta is at most the straight line through
+              both, drawn over e^epsilon
     exact     False for Renyi bounds, whose delta near epsilon 0 is too loose to derive mu from
     """
 
@@ -70,15 +71,15 @@ def true_positive_rates(profile: Profile, false_positive_rates: Sequence[float])
 def gaussian_mu(profile: Profile) -> float | None:
     """Return the smallest mu whose Gaussian mechanism has at least the profile's deltas.
 
-    Deltas below CUTOFF are left out. The result is 0 if all are below, infinite if no mu is large
-    enough, and None for a profile that is not exact.
+    Deltas below CUTOFF are ignored, and mu is 0 if all deltas are below. The result is infinite if
+    no mu is large enough, and None for a profile that is not exact.
     """
     if not profile.exact:
         return None
     count = int((profile.deltas >= CUTOFF).sum())
     if count == 0:
         return 0.0
-    # Keep one node below the cutoff, so that the last interval contains the crossing.
+    # Keep one node below the cutoff, so that the last interval contains the epsilon of the cutoff.
     epsilons, deltas = profile.epsilons[: count + 1], profile.deltas[: count + 1]
     if deltas[-1] > 2 * CUTOFF:
         return math.inf
@@ -104,12 +105,12 @@ def gaussian_false_negatives(mu: float, false_positive_rates: Floats) -> Floats:
 
 
 def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
-    """Return True if the Gaussian mechanism of this mu has at least these deltas everywhere.
+    """Return True if the Gaussian mechanism of this mu has at least the profile's delta everywhere.
 
-    Both delta functions are convex in x = e^epsilon. Between two nodes the profile lies below its
-    chord. The Gaussian lies above both of its tangents. So it is enough to compare them at the
-    nodes, and where the two tangents meet. All x are relative to the left node, which avoids
-    overflow.
+    Both deltas are convex functions of x = e^epsilon. Between two nodes, the profile is below the
+    straight line (chord) through both nodes, and the Gaussian is above its tangents at both nodes.
+    It is enough to compare the two at the nodes and at the x where the two tangents meet. The code
+    divides all x by the x of the left node, because e^epsilon can overflow.
     """
     upper: Floats = special.ndtr(mu / 2 - epsilons / mu)
     lower: Floats = np.exp(epsilons + special.log_ndtr(-mu / 2 - epsilons / mu))
@@ -129,7 +130,7 @@ def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
 def attack_rates(
     histories: Sequence[History], false_positive_rates: Sequence[float]
 ) -> list[float]:
-    """Return the largest true-positive rates over all these histories."""
+    """Return the largest true-positive rate over all histories, at each false-positive rate."""
     found = [
         true_positive_rates(profile_of(history), false_positive_rates)
         for history in undominated(histories)
@@ -139,7 +140,7 @@ def attack_rates(
 
 
 def largest_mu(histories: Sequence[History]) -> float | None:
-    """Return a mu that covers all these histories, or None if one of them has no mu."""
+    """Return the largest mu of these histories, or None if one of them has no mu."""
     found = [gaussian_mu(profile_of(history)) for history in undominated(histories)]
     known = [mu for mu in found if mu is not None]
     return max(known) if len(known) == len(found) else None
@@ -160,7 +161,11 @@ def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int
 
 
 def _dominates(history: History, other: History) -> bool:
-    """Return True if no entry of `history` has a lower rate or more noise than that of `other`."""
+    """Return True if `history` loses at least as much privacy as `other` at every epsilon.
+
+    This holds if each of its entries has the steps of the other's entry, at least its rate and at
+    most its noise. It is tested for Poisson sampling only.
+    """
     return len(history) == len(other) and all(
         mine.sampling == its.sampling == "poisson"
         and (mine.batches, mine.releases, steps) == (its.batches, its.releases, its_steps)

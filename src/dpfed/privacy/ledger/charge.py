@@ -42,8 +42,8 @@ class Charge:
             raise ValueError(
                 "rounds count from 0; steps, batches and releases are whole numbers >= 1"
             )
-        number = type(self.client) is int and -(2**63) <= self.client < 2**63
-        if not (number or nameable(self.client)) or not nameable(self.part):
+        is_number = type(self.client) is int and -(2**63) <= self.client < 2**63
+        if not (is_number or nameable(self.client)) or not nameable(self.part):
             raise ValueError(
                 f"{self.client!r}, {self.part!r} cannot name a client and a part in the ledger"
             )

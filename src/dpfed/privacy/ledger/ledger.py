@@ -69,7 +69,7 @@ class Ledger:
         self.meta: dict[str, Any] = json.loads(meta)
         # The first row has no row before it and stores this hash instead.
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()
-        # Content of the head file. None means that it must be read before the next charge.
+        # Content of the head file; None if the file must be read again before the next charge.
         self._synced: Head | None = None
 
     @classmethod
@@ -190,7 +190,8 @@ class Ledger:
             raise ValueError(
                 "a cohort names its run, and charges each client's part of a round once"
             )
-        if run != owner if kind == "run" else any(c.client != owner for c in charges):
+        charged = {run} if kind == "run" else {c.client for c in charges}
+        if charged - {owner}:
             raise ledger_error(self.path, f"it takes charges of {kind} {owner!r} only")
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -43,6 +44,21 @@ def open_private(path: Path, mode: str) -> IO[Any]:
         return descriptor
 
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
+
+
+def lock_file(path: Path) -> IO[bytes]:
+    """Create the file at `path`, lock it, and return it open. Closing it ends the lock.
+
+    Raise BlockingIOError if another process has the lock. The system ends the lock when its process
+    ends, even after a crash.
+    """
+    file = open_private(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,13 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from dpfed.errors import DpfedError
-from dpfed.privacy.ledger.private_files import fsync, open_private, replace_file, restrict_file
+from dpfed.privacy.ledger.private_files import (
+    fsync,
+    lock_file,
+    open_private,
+    replace_file,
+    restrict_file,
+)
 
 FORMAT = 1
 # The letters "dpfd" in SQLite's file header mark the file as a ledger.
@@ -44,8 +49,8 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # JSON cannot hold bytes and infinity. This program never writes them, so the row is forged.
-        # Return the empty string, because it differs from every hash.
+        # The row is forged: it has bytes or infinity, which JSON cannot hold and charges never
+        # have. Return the empty string, which differs from every hash.
         return ""
 
 
@@ -139,16 +144,12 @@ def write_head(path: Path, head: Head) -> None:
 
 
 def take_lock(path: Path) -> IO[bytes]:
-    # Use flock, because the system releases it when the process ends, even after a crash.
-    lock = open_private(beside(path, ".lock"), "ab")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(beside(path, ".lock"))
     except BlockingIOError as error:
-        lock.close()
         raise ledger_error(
             path, "another process is writing to it, wait for that or stop it"
         ) from error
-    return lock
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 HEAD = f"{'cohorts':10}{'batch':>8}{'sigma':>10}{'noise':>12}{'records computed':>19}"
-# The table has batches from the recommended one divided by LESS to it multiplied by MORE.
-LESS = 8
-MORE = 4
+# The table shows batches from an eighth of the recommended batch to four times this batch.
+LARGEST_DIVISOR = 8
+LARGEST_FACTOR = 4
 MAX_RECORDS = 2048
-# More noise than this, relative to full batches, is due to the limit on records in a step.
-ENOUGH = 1.06
+# A recommended plan has up to 5 % more noise than full batches (see planning/batch.py). If it has
+# more than this factor, the limit on records in a step is the cause.
+LIMITED_NOISE = 1.06
 
 
 @lru_cache(maxsize=512)
@@ -104,14 +105,14 @@ class Federation:
 
     @property
     def largest_batch(self) -> float:
-        """The largest batch that neither the records nor `max_records` forbid."""
+        """The largest batch: at most the mean client's records and its share of `max_records`."""
         return min(self.mean_records, self.max_records / self.cohort)
 
     def schedule(self, choice: CohortChoice) -> Schedule:
         return Schedule(self.clients, self.cohort, self.rounds, self.local_steps, choice)
 
     def step(self, batch: float) -> Mechanism:
-        """Return the mechanism of one local step, still without its noise."""
+        """Return the mechanism of one local step, with 1 in place of its noise multiplier."""
         rate = min(1.0, batch / self.mean_records)
         return Mechanism("poisson", rate, 1.0, self.batches, self.releases)
 
@@ -144,7 +145,7 @@ class Choice:
     most_rounds  largest number of rounds of a client
     sigma        noise multiplier that the target epsilon needs
     noise        noise of the whole run on one coordinate, in units of C, as `Federation.noise`
-    computed     records computed in the run, counted once for each batch they are drawn in
+    computed     expected number of per-record gradients in the whole run
     """
 
     cohorts: CohortChoice
@@ -163,7 +164,7 @@ class FederationPlan:
 
     choices       plans with other batches and other choices of cohorts
     alternatives  plans with other numbers of rounds or local steps, each with its own batch
-    limits        sentences that name what limits the user
+    limits        sentences that say what limits the accuracy
     """
 
     federation: Federation
@@ -289,12 +290,12 @@ def _cohorts(federation: Federation) -> tuple[CohortChoice, ...]:
 
 
 def _batches_around(batch: int, records: float) -> list[float]:
-    near = [b for b in powers_of_two(MORE * batch) if LESS * b >= batch and b < records]
-    return [*near, records]
+    powers = powers_of_two(LARGEST_FACTOR * batch)
+    return [*(b for b in powers if LARGEST_DIVISOR * b >= batch and b < records), records]
 
 
 def _limits(federation: Federation, recommended: Choice) -> list[str]:
-    """Return sentences that name what limits the accuracy of the recommended plan."""
+    """Return sentences that say what limits the accuracy of the recommended plan."""
     smallest = min(federation.records)
     full = federation.mean_records
     least = choice_of(federation, recommended.cohorts, full)
@@ -304,7 +305,7 @@ def _limits(federation: Federation, recommended: Choice) -> list[str]:
         f"{recommended.batch:g}. Full batches would have "
         f"{show_percent(least.noise / recommended.noise, 0)} % of the noise."
     ]
-    if federation.largest_batch < full and recommended.noise > ENOUGH * least.noise:
+    if federation.largest_batch < full and recommended.noise > LIMITED_NOISE * least.noise:
         found.append(
             f"Computing limits this plan: a cohort may have at most {federation.max_records:,} "
             "records in a local step. More would lower the noise."

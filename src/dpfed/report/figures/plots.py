@@ -19,6 +19,7 @@ from dpfed.privacy.accounting.tradeoff import (
 from dpfed.privacy.ledger.private_files import open_private
 from dpfed.privacy.published import show_delta, show_loss
 from dpfed.report.measures import Measure
+from dpfed.report.run_reader import over_rounds
 
 # Okabe and Ito's eight colours without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -51,7 +52,7 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
     sees only the global models.
     """
     figure, axes = single_plot(path, (6.4, 4))
-    at, server, third = planned.over_rounds()
+    at, server, third = over_rounds(planned)
     label = f"server, {planned.worst_client}"
     axes.plot(at, server, "-", color=COLOURS[0], label=label, linewidth=2)
     axes.plot(at, third, "--", color=COLOURS[1], label="third party", linewidth=2)
@@ -66,8 +67,9 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
 def tradeoff_curve(planned: Planned, path: Path) -> None:
     """Draw the errors that any attacker must make: false negatives against false positives.
 
-    The curve is that of the server's view, for the client with the largest loss. The line of
-    (epsilon, delta) lies below it. So does the Gaussian of the same mu, if there is one.
+    The curve of the run is for an attacker who sees what the server sees, and for the client with
+    the largest privacy loss. Two lower bounds are drawn below it: one follows from epsilon and
+    delta, and one is the curve of the Gaussian mechanism with the run's mu, if it has a mu.
     """
     figure, axes = single_plot(path, (5.6, 5.2), "--curve")
     histories = planned.histories

@@ -73,14 +73,14 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
     if not found:
         return None
     traces, rows = [], []
-    for number_of, plan in enumerate(found):
+    for index, plan in enumerate(found):
         at, *curves = plan.privacy.over_rounds()
         start = _before_round_1(plan.privacy)
         views = (f"server, {plan.privacy.planned.worst_client}", "third party")
         for view, (neutral, dash), curve in zip(views, STYLES, curves, strict=True):
             values = losses(curve)
             name = f"{view} ({plan.name})" if plan.name else view
-            series = number_of if plan.name else neutral
+            series = index if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
         # On a public page this curve is empty, because `read_run_data` drops the spent epsilons.

@@ -243,10 +243,12 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
     )
 
 
-def along_axis(table: Table, number_of: int) -> Figure | None:
+def along_axis(table: Table, index: int) -> Figure | None:
     """Return the figure of the score over the setting that varies between the table's columns.
 
-    Return None if the table has a single column. `number_of` is the table's number on the page.
+    Return None if the table has a single column.
+
+    index  number of the table on the page, from 0
     """
     columns = list(dict.fromkeys(row.column for row in table.rows))
     if not table.axis or len(columns) < 2:
@@ -264,7 +266,7 @@ def along_axis(table: Table, number_of: int) -> Figure | None:
         rows += [[name, r.column, m, s] for r, m, s in zip(mine, means, spread, strict=True)]
     categories = [inert(column) for column in columns]
     return Figure(
-        id=f"axis-{number_of}",
+        id=f"axis-{index}",
         section="comparison",
         title=f"{table.measure.title} against {table.axis}",
         caption="Mean over seeds at each method's best learning rate; bars are one standard "

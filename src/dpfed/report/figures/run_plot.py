@@ -17,9 +17,10 @@ LINES = (
 
 
 def run_plot(history: pandas.DataFrame, delta: float | None) -> Any:
-    """Draw the history of a run with the user's backend; return the two axes of matplotlib.
+    """Draw the history of a run in the user's matplotlib; return the two axes.
 
-    delta  of the guarantee; None without privacy
+    history  a row for each round, with columns such as "accuracy"
+    delta    delta of the guarantee; None without privacy
     """
     from matplotlib import pyplot
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from dpfed.algorithms.base import Context
 from dpfed.privacy.plan import Schedule
-from dpfed.privacy.record_batch import Augmentations
 from dpfed.training.auditing.canaries import canary_components, canary_data, canary_model
 from dpfed.training.auditing.setting import AuditSetting
 from dpfed.training.backends.fleet import Fleet
-from dpfed.training.job.job import Job
+from dpfed.training.job.job import Job, PrivateRecords
 from dpfed.training.local_steps import LocalResult
 from dpfed.training.round_context import first_state, learning_rate
 from dpfed.training.round_loop import aggregate
@@ -60,6 +59,10 @@ def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
         fleet_size="auto",
         allow_nan=True,
     )
+    augmentations = job.private.augmentations
+    if augmentations is not None:
+        # A canary is not an image, so each augmented copy is the canary itself.
+        augmentations = replace(augmentations, augment=lambda inputs, keys: dict(inputs))
     return replace(
         job,
         config=replace(job.config, run=run),
@@ -67,9 +70,6 @@ def _canary_job(job: Job, setting: AuditSetting, coins: np.ndarray) -> Job:
         theta=torch.zeros(model.space.size, device=setting.device),
         plan=setting.plan,
         schedule=Schedule(clients, clients, setting.rounds, setting.local_steps),
-        shards=shards,
-        records=records,
+        private=PrivateRecords(records, shards, augmentations),
         streams=setting.streams,
-        # A canary is not an image, so each augmented copy is the canary itself.
-        view=job.view and Augmentations(lambda inputs, keys: dict(inputs), job.view.count),
     )

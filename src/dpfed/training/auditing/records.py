@@ -103,8 +103,9 @@ def _measured(
 
 def canary_rows(job: Job, client: int, count: int) -> np.ndarray:
     """Return the first record of each of the client's first `count` units."""
-    first = int(job.shards.clients[client])
-    rows: np.ndarray = job.shards.records[job.shards.units[first : first + count]]
+    shards = job.private.shards
+    first = int(shards.clients[client])
+    rows: np.ndarray = shards.records[shards.units[first : first + count]]
     return rows
 
 
@@ -117,8 +118,8 @@ def weighted_records(
     signs    `[clients, canaries]`, the weight of each canary
     """
     clients, count = signs.shape
-    chosen = torch.from_numpy(np.append(sources, sources[0])).to(job.records.labels.device)
-    inputs, labels = job.records.take(chosen)
+    chosen = torch.from_numpy(np.append(sources, sources[0])).to(job.private.records.labels.device)
+    inputs, labels = job.private.records.take(chosen)
     weights = torch.from_numpy(np.append(signs.reshape(-1), 0.0)).float().to(setting.device)
     filler = clients * count
     rows = [np.full(int(size), filler) for size in setting.plan.sizes]
@@ -131,8 +132,8 @@ def weighted_records(
 def directions_of(job: Job, rows: np.ndarray) -> Directions:
     """Return the directions for the canaries of one client, which are these records."""
     count = len(rows)
-    chosen = torch.from_numpy(rows).to(job.records.labels.device)
-    inputs, labels = job.records.take(chosen)
+    chosen = torch.from_numpy(rows).to(job.private.records.labels.device)
+    inputs, labels = job.private.records.take(chosen)
     owner = torch.zeros(count, dtype=torch.int64, device=labels.device)
     parts = job.model.grads(job.theta.unsqueeze(0), owner, inputs, labels)
     gradients = torch.cat(parts, 1).double().cpu().numpy()

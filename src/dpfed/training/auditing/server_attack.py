@@ -114,14 +114,14 @@ class _Target:
     """Two data sets that differ by their first unit, with coupled random draws."""
 
     def __init__(self, job: Job, oracle: type[AttackedOracle]) -> None:
-        units = min(int(job.shards.sizes[0]), MAX_UNITS)
+        units = min(int(job.private.shards.sizes[0]), MAX_UNITS)
         if job.served or units < 2:
             raise DpfedError(
                 "dpfed audit --server needs records of a client: "
                 "use a configuration whose first client has two of them or more"
             )
-        rows, sizes = job.shards.slots(0, np.arange(units))
-        inputs, labels = job.records.take(torch.from_numpy(rows).to(job.device))
+        rows, sizes = job.private.shards.slots(0, np.arange(units))
+        inputs, labels = job.private.records.take(torch.from_numpy(rows).to(job.device))
         self.units = units
         self._job = job
         self._make = oracle
@@ -150,7 +150,7 @@ class _Target:
         terms = RoundTerms(
             plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
         )
-        data = PrivateData(job.model, records, shards, job.view)
+        data = PrivateData(job.model, records, shards, job.private.augmentations)
         limits = PassLimits(job.config.run.max_slots, places=job.model.places)
         return self._make(data, terms, limits)
 

@@ -56,12 +56,12 @@ class AuditSetting:
     def epsilons(self) -> np.ndarray:
         """Return the epsilon claimed for each client after the audited steps, `[clients]`."""
         kinds, which = self.plan.kinds()
-        each = np.array([epsilon([(kind, self.steps)], self.delta).value for kind in kinds])
+        each = np.array([epsilon([(kind, self.steps)], self.delta) for kind in kinds])
         return np.asarray(each[which])
 
     def epsilon_at(self, ratio: float) -> float:
         """Return the largest epsilon of a client if noise were `ratio` times smaller."""
-        return max(epsilon(h, self.delta).value for h in self._histories(ratio))
+        return max(epsilon(h, self.delta) for h in self._histories(ratio))
 
     def curve_at(self, ratio: float) -> Least:
         """Return the trade-off curve of the worst client if noise were `ratio` times smaller."""

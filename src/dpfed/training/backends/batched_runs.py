@@ -95,7 +95,7 @@ def _size_of(config: Config) -> tuple[Hashable, ...]:
 
 
 class Pack:
-    """Runs that share passes. Each pass waits for all runs that have not left the pack.
+    """Runs that share passes. A pass starts when every run in the pack has requested sums.
 
     runs    number of runs
     shared  cache of records, models and features for all runs; None for a new cache
@@ -149,9 +149,9 @@ class Pack:
             torch.cuda.empty_cache()
         return FixedSum(
             job.model,
-            job.records,
+            job.private.records,
             job.plan.clipping,
-            job.view,
+            job.private.augmentations,
             PassShape(runs * cohort, union_slots(job, runs), job.space.size),
             capture=job.config.run.graphs is not False,
         )
@@ -179,7 +179,7 @@ def can_share_pass(one: Job, other: Job) -> bool:
 
     Both must use the same model and record objects, and have equal keys and clipping rules.
     """
-    if one.model is not other.model or one.records is not other.records:
+    if one.model is not other.model or one.private.records is not other.private.records:
         return False
     key = pack_key(one.config)
     return key is not None and _pass_of(one) == _pass_of(other) and key == pack_key(other.config)
@@ -187,7 +187,7 @@ def can_share_pass(one: Job, other: Job) -> bool:
 
 def _pass_of(job: Job) -> tuple[int, str, float, bool]:
     rule = job.plan.clipping
-    return job.schedule.cohort, rule.mode, rule.stability, job.view is None
+    return job.schedule.cohort, rule.mode, rule.stability, job.private.augmentations is None
 
 
 def union_slots(job: Job, runs: int) -> int:
@@ -251,7 +251,7 @@ def run_batched(
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
     """Call `work` with each number in a thread of its own, and wait for all of them."""
-    # Each thread gets a copy of this context, which may hold a model or data in memory.
+    # Run each thread in a copy of the context variables, because some hold a user's model or data.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

@@ -6,9 +6,10 @@ builds the job and the backend of a run. All other code is the same for every ex
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 from dpfed.config import Config
 from dpfed.data.tables import Source
@@ -36,44 +37,50 @@ def never_stop() -> None:
     """Do nothing, so that the run continues."""
 
 
-class Execution(Protocol):
-    """Builds the job and the backend of a run.
+class Execution(ABC):
+    """Base class: builds the job and the backend of a run.
 
     served    True if the clients and their records are on other machines
     overlaps  True if a round may begin before the previous round is checked (`RoundLoop.overlap`)
-    stop      is called between local steps; may raise an error to end the run
-    prepare   returns the job of a configuration
-    confirm   compares the job with the jobs of other processes before anything is written
-    bind      returns the job with values from its run folder, such as a secret key
-    backend   returns the backend that computes the cohorts of the job
+    stop      called between local steps; may raise an error to end the run
     """
 
-    served: ClassVar[bool]
-    overlaps: ClassVar[bool]
+    served: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
+    stop: Stop
 
-    @property
-    def stop(self) -> Stop: ...
+    @abstractmethod
+    def prepare(self, config: Config, source: Source | None, on_activity: OnActivity) -> Job:
+        """Return the job of a configuration; `source` replaces the configured data source."""
 
-    def prepare(self, config: Config, source: Source | None, on_activity: OnActivity) -> Job: ...
+    def confirm(self, job: Job) -> None:  # noqa: B027
+        """Compare the job with the jobs of other processes, before anything is written."""
 
-    def confirm(self, job: Job) -> None: ...
+    def bind(self, job: Job, folder: RunFolder) -> Job:
+        """Return the job with values from its run folder, such as a secret key."""
+        return job
 
-    def bind(self, job: Job, folder: RunFolder) -> Job: ...
-
+    @abstractmethod
     def backend(
         self, job: Job, run: str, states: ClientStates, watch: LocalWatch | None, overlap: bool
-    ) -> Backend: ...
+    ) -> Backend:
+        """Return the backend that computes the cohorts of the job.
+
+        run      name of the run
+        states   store of client memory
+        watch    called with the results of each fleet; None for no watcher
+        overlap  True if rounds may overlap
+        """
 
 
 @dataclass(frozen=True)
-class InProcess:
+class InProcess(Execution):
     """Compute the clients in this process.
 
     cache  records, frozen models and features of earlier runs, for runs with equal settings
     batch  membership in a pack of runs that share passes; None for a run that trains alone
     """
 
-    served: ClassVar[bool] = False
     overlaps: ClassVar[bool] = True
 
     stop: Stop = never_stop
@@ -89,12 +96,6 @@ class InProcess:
             job = replace(job, batched_sum=self.batch.join_batch(job))
         return _with_past(job, past, on_activity)
 
-    def confirm(self, job: Job) -> None:
-        """Do nothing, because there is no other process to compare the job with."""
-
-    def bind(self, job: Job, folder: RunFolder) -> Job:
-        return job
-
     def backend(
         self, job: Job, run: str, states: ClientStates, watch: LocalWatch | None, overlap: bool
     ) -> Backend:
@@ -102,11 +103,8 @@ class InProcess:
 
 
 @dataclass(frozen=True)
-class Torchrun:
+class Torchrun(Execution):
     """Compute on all processes of torchrun: rank 0 uses this class, other ranks call `assist`."""
-
-    served: ClassVar[bool] = False
-    overlaps: ClassVar[bool] = False
 
     group: Group
     stop: Stop = never_stop
@@ -117,9 +115,6 @@ class Torchrun:
     def confirm(self, job: Job) -> None:
         agree(job, self.group)
 
-    def bind(self, job: Job, folder: RunFolder) -> Job:
-        return job
-
     def backend(
         self, job: Job, run: str, states: ClientStates, watch: LocalWatch | None, overlap: bool
     ) -> Backend:
@@ -127,14 +122,13 @@ class Torchrun:
 
 
 @dataclass(frozen=True)
-class Served:
+class Served(Execution):
     """Compute at clients on a network. Each client has its own records and its own ledger.
 
     make_backend  returns the backend for a job and the name of the run
     """
 
     served: ClassVar[bool] = True
-    overlaps: ClassVar[bool] = False
 
     make_backend: Callable[[Job, str], RemoteBackend]
     stop: Stop = never_stop
@@ -143,9 +137,6 @@ class Served:
         past = served_prior_spending(config)
         refuse_target(config, past)
         return _with_past(prepare_server(config), past, on_activity)
-
-    def confirm(self, job: Job) -> None:
-        """Do nothing: each client checks the request that it receives."""
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
         """Return the job with random streams that draw cohorts from a secret key of the run.
@@ -166,4 +157,4 @@ def _with_past(job: Job, past: PriorSpending, on_activity: OnActivity) -> Job:
     return replace(job, past=past, on_activity=on_activity)
 
 
-IN_PROCESS: Any = InProcess()
+IN_PROCESS = InProcess()

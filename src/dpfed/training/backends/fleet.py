@@ -30,7 +30,7 @@ from dpfed.training.backends.finite_check import require_finite_messages
 from dpfed.training.backends.memory_fit import fleet_size, slots_of
 from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
-from dpfed.training.job.memory_advice import smaller
+from dpfed.training.job.memory_advice import less_memory_advice
 from dpfed.training.local_steps import LocalResult, run_local_steps
 from dpfed.training.messages.message_rounding import message_rounding
 from dpfed.training.round_context import context
@@ -62,8 +62,8 @@ class Fleet:
     memory          store of client memory; None for a new store
     watch           called with the results of each fleet after its local steps
     stop            called after each local step; may raise an error to end the run
-    check_messages  True: check messages for NaN and infinity. False: only the round loop checks,
-                    it checks the server's state, and the host waits less for the device
+    check_messages  True: check each message for NaN and infinity. False: only the round loop checks
+                    the server's state, so that the host waits less for the device
     """
 
     def __init__(
@@ -186,7 +186,9 @@ class Fleet:
     def _oracle(self, t: int, state: State, part: Part) -> FleetOracle:
         job = self._job
         return FleetOracle(
-            PrivateData(job.model, job.records, job.shards, job.view),
+            PrivateData(
+                job.model, job.private.records, job.private.shards, job.private.augmentations
+            ),
             RoundTerms(
                 job.plan.at(state.clip),
                 job.streams,
@@ -215,7 +217,8 @@ class Fleet:
         if count == 1:
             raise StoppedError(
                 f"round {t} does not fit into the memory of {job.device}, not even one record of "
-                f"one client at a time: {smaller(job.config)}; what was computed before is kept"
+                f"one client at a time: {less_memory_advice(job.config)}; "
+                "what was computed before is kept"
             )
         free(job.device)
         half = (count + 1) // 2
@@ -264,9 +267,9 @@ class Fleet:
         if len(clients) not in self._fixed:
             self._fixed[len(clients)] = FixedSum(
                 job.model,
-                job.records,
+                job.private.records,
                 job.plan.clipping,
-                job.view,
+                job.private.augmentations,
                 PassShape(len(clients), slots_of(job, len(clients)), job.space.size),
                 capture=run.graphs is not False,
             )

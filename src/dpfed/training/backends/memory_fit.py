@@ -82,7 +82,7 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
 def blank_pass(job: Job, clients: int, slots: int) -> None:
     """Compute the clipped sums of one pass over records of zeros, to test if the pass fits."""
     device = job.device
-    records = job.records
+    records = job.private.records
     blank = Records(
         {
             name: torch.zeros_like(x[:1]).expand(slots, *x.shape[1:])
@@ -92,7 +92,7 @@ def blank_pass(job: Job, clients: int, slots: int) -> None:
     )
     rule = job.plan.clipping
     shape = PassShape(clients, slots, job.space.size)
-    pass_ = FixedSum(job.model, blank, rule, job.view, shape, capture=False)
+    pass_ = FixedSum(job.model, blank, rule, job.private.augmentations, shape, capture=False)
     rows = torch.arange(slots, device=device)
     zeros = torch.zeros(slots, dtype=torch.int64, device=device)
     filling = Pass.of(rows, rows * clients // slots, torch.ones_like(rows), zeros, zeros)

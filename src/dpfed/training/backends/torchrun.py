@@ -29,9 +29,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -321,6 +319,7 @@ def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence
 def _follow_round(
     job: Job, group: Group, fleet: Fleet, first: State, header: Sequence[int]
 ) -> None:
+    """Compute this process's share of the round that rank 0 announces in `header`."""
     t, count, clip_bits = header[:3]
     clip = struct.unpack("<d", struct.pack("<q", clip_bits))[0]
     names = job.algorithm.remembers
@@ -381,15 +380,15 @@ def fingerprint(job: Job) -> str:
     """Return the SHA-256 of settings, records and weights, which must be equal on all processes."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
+    private = job.private
     # Hash inputs, not features: two machines may round the same features differently.
-    inputs = job.records.inputs if job.raw_inputs is None else job.raw_inputs
-    arrays: list[Any] = [job.shards.records, job.theta, job.records.labels, *inputs.values()]
-    for x in arrays:
-        tensor = torch.as_tensor(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
-        flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    inputs = private.records.inputs if private.raw_inputs is None else private.raw_inputs
+    for x in [private.shards.records, job.theta, private.records.labels, *inputs.values()]:
+        flat = torch.as_tensor(x).detach().reshape(-1).contiguous().view(torch.uint8)
         found.update(flat.cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 def words_of(digest: str) -> list[int]:
+    """Return a SHA-256 in hexadecimal as four signed 64-bit integers."""
     return list(struct.unpack("<4q", bytes.fromhex(digest)))

@@ -29,7 +29,7 @@ OWN_LEDGER = "ledger.db"
 # a number of rounds. `round` is the least number of clients from which their cohorts are drawn.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
-# Facts of a statement that earlier versions did not write, each with its value for such ledgers.
+# Keys that statements of earlier versions lack, with the values that hold for these statements.
 ADDED = {"cohort_choice": "uniform", "max_rounds_per_client": "auto"}
 
 

@@ -96,9 +96,9 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (spending record, words for a warning). One of the two is None, or both are.
+    """Return (spending record, None), or (None, a name of weights whose user needs a warning).
 
-    Weights without a record need a warning, unless the weights are public. The words name `start`.
+    Both are None for public weights, which need no record.
 
     start  path or hub name of the weights
     part   "model" or "adapter"
@@ -117,7 +117,7 @@ def _recorded_or_not(
 
 
 def _unrecorded(config: Config, start: str, part: str) -> str | None:
-    """Return words that name weights without a record in a warning; None for public weights.
+    """Return a name of weights without a record, for a warning; None for public weights.
 
     Weights count as public only if they come from the hub and the head is new. A folder on this
     machine may come from any training. A kept head may have been trained on private data.
@@ -132,9 +132,8 @@ def _unrecorded(config: Config, start: str, part: str) -> str | None:
 def served_prior_spending(config: Config) -> PriorSpending:
     """Return the prior spending of a server's run, with the cost of counts on held-out records.
 
-    A client trains on some records and holds the others out, and only the client knows the
-    held-out records. The cost of the noised counts is therefore added for every record, as in the
-    clients' ledgers.
+    A client trains on some records and holds others out for evaluation. Nobody else knows which
+    ones, so the cost of the noised counts is added for every record, as in the clients' ledgers.
     """
     past = prior_spending_of(config)
     section = config.federation

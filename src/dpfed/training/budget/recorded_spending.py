@@ -142,7 +142,7 @@ def own_spending(path: Path) -> OwnSpending:
         delta = float(ledger.meta["delta"])
         rows = list(ledger.rows())
         history = ledger.history(name)
-    value = epsilon(history, delta).value if history else 0.0
+    value = epsilon(history, delta) if history else 0.0
     void = sum(row.charge.void for row in rows)
     return OwnSpending(name, value, delta, len({row.run for row in rows}), len(rows), void)
 
@@ -199,7 +199,10 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
 
 
 def _all_records(result: Mapping[str, Any], largest: int | None, clients: int) -> int | None:
-    """Return the number of units of all clients; for older runs, that of equally large clients."""
+    """Return the number of units of all clients, or an upper bound for runs of older versions.
+
+    The bound assumes that every client is as large as the largest. None if that is unknown.
+    """
     stated = result.get("records")
     if isinstance(stated, int) and stated > 0:
         return stated
@@ -216,8 +219,8 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # A batch is the rate times the client's size, or the mean size if all clients share a rate.
-        # The largest client has the smallest rate, so dividing by that rate gives its size.
+        # batch / rate is a client's size, or the mean size if all clients have one rate. The
+        # largest client has the smallest rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
@@ -258,7 +261,7 @@ def _epsilons(
     A client without charges has the epsilon of the prior spending alone.
     """
     prior = planned.prior
-    epsilons = np.full(clients, epsilon(prior, planned.delta).value)
+    epsilons = np.full(clients, epsilon(prior, planned.delta))
     numbers = [int(client) for client in histories]
     whole = [(*prior, *history) for history in histories.values()]
     rounds = [rounds_taken[client] for client in histories]
@@ -272,7 +275,7 @@ def _epsilons(
         population = Population.of(kinds, rounds, planned.local_steps)
         epsilons[numbers] = population_epsilon(population, planned.delta)
     else:
-        known = {history: epsilon(history, planned.delta).value for history in set(whole)}
+        known = {history: epsilon(history, planned.delta) for history in set(whole)}
         epsilons[numbers] = [known[history] for history in whole]
     return epsilons
 
@@ -298,7 +301,7 @@ def served_spending(
     budget = budget_of(plan, schedule, delta, config.privacy.budget, colluding, past)
     steps = schedule.most_rounds * schedule.local_steps
     kinds, kind_of_client = plan.kinds()
-    costs = [epsilon([*past.prior, (kind, steps)], delta).value for kind in kinds]
+    costs = [epsilon([*past.prior, (kind, steps)], delta) for kind in kinds]
     return RecordedSpending(
         planned=budget.planned,
         clients=schedule.clients,

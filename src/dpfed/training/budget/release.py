@@ -1,4 +1,4 @@
-"""The first words of the release note in results of runs that protect nothing."""
+"""Beginnings of the release note in run.json: without privacy, and with seeded noise."""
 
 NO_PRIVACY = "no privacy"
 SEEDED = "simulation"

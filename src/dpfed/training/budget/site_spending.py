@@ -77,7 +77,7 @@ def read_site_spending(folders: Sequence[Path]) -> SiteSpending:
     _refuse_unequal(ledgers)
     history = [entry for ledger in ledgers for entry in ledger.history]
     delta = min(ledger.delta for ledger in ledgers)
-    total = epsilon(history, delta).value if history else 0.0
+    total = epsilon(history, delta) if history else 0.0
     adjacency = next((found for each in ledgers if (found := each.adjacency)), None)
     return SiteSpending(ledgers, total, delta, ledgers[0].unit, adjacency)
 
@@ -125,7 +125,7 @@ def _of_run(folder: Path) -> LedgerSpending:
         unit=planned.unit,
         history=tuple(planned.bound),
         delta=planned.delta,
-        epsilon=epsilon(planned.bound, planned.delta).value,
+        epsilon=epsilon(planned.bound, planned.delta),
         seeded=spending.seeded,
         uncounted=planned.uncounted,
     )

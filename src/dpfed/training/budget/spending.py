@@ -70,10 +70,11 @@ def budget_of(
     colluding: int = 0,
     past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
-    """Return the statement of a plan. The spending `past` is added for every client.
+    """Return the statement of a plan, and the rounds that each client's budget allows.
 
     budget     largest epsilon that a client may spend; None for no limit
     colluding  number of clients that tell others in which rounds they took part
+    past       earlier spending, which is added to the spending of every client
     """
     kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:
@@ -108,16 +109,16 @@ def _rounds_within(
     """Return the largest number of rounds with this mechanism that the budget allows."""
 
     def cost(rounds: int) -> float:
-        return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta).value
+        return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta)
 
     return bisect_right(range(1, schedule.rounds + 1), budget, key=cost)
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return (a short list of rounded mechanisms, for each client an index into this list).
+    """Return a few mechanisms that bound those of all clients, and each client's index in the list.
 
-    Rates are rounded up and noise multipliers are rounded down. So the rounded mechanism of a
-    client costs at least as much as the client's mechanism in the plan.
+    Rates are rounded up and noise multipliers are rounded down. So a client's rounded mechanism
+    costs at least as much as its mechanism in the plan.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
@@ -212,17 +213,17 @@ class Spending:
         limits = self._budget.limits if self._budget else None
         return eligible_clients(self.rounds_taken, self._job.schedule.cap, limits)
 
-    def enough(self, t: int) -> np.ndarray:
+    def require_eligible(self, t: int) -> np.ndarray:
         """Return the eligible clients of round t; raise StoppedError if they are too few."""
-        able = self.eligible()
+        eligible = self.eligible()
         needed = self._job.config.run.min_clients or self._job.schedule.cohort
-        if len(able) < needed:
+        if len(eligible) < needed:
             raise StoppedError(
-                f"before round {t} only {counted(len(able), 'client')} can stay within "
+                f"before round {t} only {counted(len(eligible), 'client')} can stay within "
                 f"{self._limits_in_words()} and {needed} are needed: "
                 "the run ends with what it has"
             )
-        return able
+        return eligible
 
     def _limits_in_words(self) -> str:
         budget = self._job.config.privacy.budget
@@ -290,8 +291,7 @@ class Spending:
             kinds, kind_of_client = coarser(plan)
         most = [int(self.rounds_taken[kind_of_client == k].max()) for k in range(len(kinds))]
         return max(
-            epsilon([*prior, (kind, steps * n)], delta).value
-            for kind, n in zip(kinds, most, strict=True)
+            epsilon([*prior, (kind, steps * n)], delta) for kind, n in zip(kinds, most, strict=True)
         )
 
     def figures(self) -> dict[str, float | None]:

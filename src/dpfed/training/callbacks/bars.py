@@ -35,7 +35,7 @@ class Bar(Protocol):
 
 
 class TerminalBar:
-    """A bar on a terminal. `columns` say which texts are shown, and where."""
+    """A bar on a terminal, with the given columns of rich."""
 
     def __init__(
         self, columns: Sequence[ProgressColumn], total: int | None, texts: dict[str, Any]
@@ -67,7 +67,7 @@ class NotebookBar:
 
     def start(self) -> None:
         with warnings.catch_warnings():
-            # The warning asks for ipywidgets. A line of text does without.
+            # Hide the advice to install ipywidgets: without it tqdm draws a line of text.
             warnings.simplefilter("ignore", TqdmWarning)
             self._bar = tqdm(total=self._total, leave=True)
 
@@ -92,7 +92,7 @@ class NotebookBar:
 def bar_for(
     columns: Sequence[ProgressColumn], total: int | None, texts: dict[str, Any]
 ) -> Bar | None:
-    """Return the bar that fits where the program runs; None for plain lines."""
+    """Return a bar for the notebook or terminal; None if stderr is neither, such as a file."""
     if in_notebook():
         return NotebookBar(total, texts)
     if Console(stderr=True).is_terminal:

@@ -1,4 +1,4 @@
-"""The callback that writes checkpoints, and the rule that says after which rounds."""
+"""The callback that writes checkpoints, and the rule that selects the rounds with a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class CheckpointWriter(Callback):
         # Wait for the disk before the next round if clients are remote. They can repeat only their
         # last message, so a restarted server must not need an earlier message.
         wait = self._remote is not None
-        taken = self._spending.rounds_taken
-        self._checkpoints.save(progress, taken, known, self._folder.sync, wait=wait)
+        rounds_taken = self._spending.rounds_taken
+        self._checkpoints.save(progress, rounds_taken, known, self._folder.sync, wait=wait)
 
 
 def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:

@@ -33,7 +33,7 @@ ROUND_LINES = 10
 
 
 class Display:
-    """A progress bar with named texts, where there can be one. `say` prints anywhere."""
+    """A progress bar on a terminal or in a notebook; elsewhere only the lines of `say`."""
 
     def __init__(self, columns: list[ProgressColumn], total: int | None, **texts: str) -> None:
         self._bar = bar_for(columns, total, texts)

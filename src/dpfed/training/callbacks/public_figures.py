@@ -1,4 +1,4 @@
-"""Select the values of a run that may be published; public pages and trackers show no others.
+"""Select the values of a run that may be published, for public pages and trackers.
 
 The third-party epsilon holds only while these are secret: the seed, the cohorts, and each client's
 epsilon and number of rounds (docs/privacy.md, "Two observers"). Therefore this module lists the
@@ -15,8 +15,8 @@ from typing import Any
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.training.rounds import Round
 
-ROW = ("round", "accuracy", "loss", "r2", "score", "clip")
-RESULT = (
+PUBLIC_ROW_KEYS = ("round", "accuracy", "loss", "r2", "score", "clip")
+PUBLIC_RESULT_KEYS = (
     "state",
     "diverged",
     "test_accuracy",
@@ -64,25 +64,25 @@ LEFT_OUT = (
 )  # fmt: skip
 
 
-def flat(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return nested tables as one table with dotted keys; `before` is put before each key."""
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one table with dotted keys, each preceded by `prefix`."""
     out: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
-            out |= flat(value, f"{before}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         else:
-            out[f"{before}{key}"] = value
+            out[f"{prefix}{key}"] = value
     return out
 
 
-def public_settings(tables: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def public_settings(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings without those in HIDDEN and without file paths.
 
-    before  dotted name of the table that contains these settings, such as "run."
+    prefix  dotted name of the table that contains these settings, such as "run."
     """
     out: dict[str, Any] = {}
     for key, value in tables.items():
-        name = f"{before}{key}"
+        name = f"{prefix}{key}"
         if name in HIDDEN:
             continue
         if isinstance(value, Mapping):
@@ -108,11 +108,13 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def public_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: row[key] for key in ROW if key in row}
+    """Return the entries of a row of metrics.jsonl that may be published."""
+    return {key: row[key] for key in PUBLIC_ROW_KEYS if key in row}
 
 
 def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    out = {key: result[key] for key in RESULT if key in result}
+    """Return the entries of a run's result that may be published."""
+    out = {key: result[key] for key in PUBLIC_RESULT_KEYS if key in result}
     figures = result.get("epsilon")
     if isinstance(figures, Mapping):
         out["epsilon"] = {view: figures.get(view) for view in FIGURES}

@@ -28,6 +28,8 @@ Settings = Mapping[str, Any]
 
 
 class Tracker(Protocol):
+    """A program that stores the settings and the metrics of runs."""
+
     def start(self, settings: Settings) -> None: ...
     def log(self, t: int, metrics: Mapping[str, float]) -> None: ...
     def finish(self) -> None: ...
@@ -88,7 +90,7 @@ class Mlflow:
 
 
 class Wandb:
-    """Tracker that writes to `wandb` in the run's folder, without facts about the machine.
+    """Tracker that writes to `wandb` in the run's folder. It records nothing about the machine.
 
     It sends nothing over the network unless WANDB_MODE is set.
     """

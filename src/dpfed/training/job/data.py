@@ -70,7 +70,7 @@ def load_source(config: Config, source: Source | None, cache: JobCache) -> Sourc
 
 
 def label_task(model: ModelSection) -> LabelTask:
-    """Return what a label is for a model of this section."""
+    """Return how labels are read for this model: "classify", "regress" or "multilabel"."""
     return model.task if model.task in ("regress", "multilabel") else "classify"
 
 
@@ -193,9 +193,9 @@ def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
 
 
 def scored_half(table: Table, which: str) -> Table:
-    """Return the test records that `which` selects: "all" or one of two halves.
+    """Return the test records that `which` selects: "all", or the half "validation" or "test".
 
-    "validation" selects every second record of each class, and "test" selects the others.
+    "validation" has every second record of each class, and "test" has the others.
     """
     if which == "all":
         return table
@@ -221,7 +221,7 @@ def records_of(table: Table, device: torch.device) -> Records:
 
 
 def augmentations_for(config: Config, source: Source) -> Augmentations | None:
-    """Return the random augmentation of drawn training records; None if none is configured."""
+    """Return the configured augmentation of training records; None if none is configured."""
     refuse_idle_augmentations(config.data)
     augment = augmentation_of(config.data.augment)
     if augment is None:
@@ -239,8 +239,8 @@ def augmentations_for(config: Config, source: Source) -> Augmentations | None:
 def spec_of(source: Source, section: ModelSection) -> InputSpec:
     """Return the public facts about a source's inputs, such as their kind and shape.
 
-    section  states the length in tokens of texts that are not yet tokens, and the constants by
-             which numbers are standardised
+    section  the model's section: it has the length of texts in tokens, and the constants with which
+             the labels of regression are standardised
     """
     name, x = next(iter(source.train.inputs.items()))
     if name in LANGUAGE_INPUTS:
@@ -255,9 +255,9 @@ def spec_of(source: Source, section: ModelSection) -> InputSpec:
 
 
 def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) -> InputSpec:
-    """Return the facts with the constants that standardise numbers.
+    """Return `spec` with the mean and the scale that standardise the labels of regression.
 
-    The constants are those of the section, else of `numbers`, the labels of the public test set.
+    The section gives them, else they are computed from `numbers`, the public test set's labels.
     """
     center = section.target_mean
     scale = section.target_scale
@@ -274,7 +274,10 @@ def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) ->
 
 
 def refuse_unstated(model: ModelSection) -> None:
-    """Raise DpfedError if a server and its clients would standardise numbers differently."""
+    """Raise DpfedError if a regression on a network does not state how to standardise labels.
+
+    Server and clients would otherwise standardise them with different constants.
+    """
     if model.task == "regress" and (model.target_mean is None or model.target_scale is None):
         raise DpfedError(
             'model.task = "regress" on a network needs model.target_mean and model.target_scale, '
@@ -283,7 +286,7 @@ def refuse_unstated(model: ModelSection) -> None:
 
 
 def refuse_scoring(model: ModelSection, scored: bool) -> None:
-    """Raise DpfedError if clients are to count right answers of a task that has none."""
+    """Raise DpfedError if clients shall count right answers in a regression, which has none."""
     if scored and model.task == "regress":
         raise DpfedError(
             "noised counts on held-out records are of right answers, and numbers have none: "

@@ -27,7 +27,10 @@ class Prompt(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Texts by the names `prompt`, `expected`, `before` and `after`, and notes for the user."""
+    """Examples, and notes for the user.
+
+    texts  for each example a text by the names `prompt`, `expected`, `before` and `after`
+    """
 
     texts: list[dict[str, str]]
     notes: list[str]
@@ -38,7 +41,7 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
 
     theta  the trainable vector `[P]` after training
     """
-    can_write = hasattr(job.model.model, "generate") and "input_ids" in job.test.inputs
+    can_write = hasattr(job.model.model, "generate") and "input_ids" in job.public.test.inputs
     if not (job.model.task.causal and can_write):
         return Examples([], [])
     try:
@@ -49,7 +52,7 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
 
 
 def prompts_of(job: Job) -> list[Prompt]:
-    """Return the prompts of the first test records that leave the model tokens to write."""
+    """Return up to EXAMPLES prompts of the test set that are short enough to be continued."""
     found: list[Prompt] = []
     for prompt in _prompts(job):
         if len(found) == EXAMPLES:
@@ -60,8 +63,8 @@ def prompts_of(job: Job) -> list[Prompt]:
 
 
 def _prompts(job: Job) -> Iterator[Prompt]:
-    inputs = {name: x.cpu() for name, x in job.test.inputs.items()}
-    for i in range(len(job.test.labels)):
+    inputs = {name: x.cpu() for name, x in job.public.test.inputs.items()}
+    for i in range(len(job.public.test.labels)):
         length = int(inputs["attention_mask"][i].sum())
         ids = inputs["input_ids"][i, :length].tolist()
         if "target_mask" not in inputs:
@@ -75,7 +78,7 @@ def _prompts(job: Job) -> Iterator[Prompt]:
 
 
 def _room(job: Job, prompt: Prompt) -> int:
-    """Return how many tokens the model may write after a prompt."""
+    """Return the largest number of tokens that the model may write after a prompt."""
     limit = getattr(inner_config(job.model.model), "max_position_embeddings", None)
     return NEW_TOKENS if limit is None else min(NEW_TOKENS, limit - len(prompt.ids))
 

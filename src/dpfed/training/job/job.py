@@ -43,50 +43,70 @@ from dpfed.training.job.plan import check_algorithm, declared_sizes, plan_for
 
 
 @dataclass(frozen=True)
+class PrivateRecords:
+    """The clients' training records, which only the oracle may read; empty on a server.
+
+    records        records of all clients on the device; their features if `raw_inputs` is set
+    shards         record numbers and protected units of each client
+    augmentations  random augmentation of each drawn record; None without augmentation
+    raw_inputs     training inputs if `records` has their features; None if the whole model trains
+    """
+
+    records: Records
+    shards: Shards
+    augmentations: Augmentations | None = None
+    raw_inputs: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """What the server knows of the data.
+
+    test     the server's test records on the device, in the format of the training records
+    spec     facts about the inputs, such as their kind and shape
+    classes  class names, in the order of the label numbers
+    """
+
+    test: Records
+    spec: InputSpec
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Job:
     """One prepared run. Training does not change it.
 
-    classes      class names, in the order of the label numbers
-    spec         public facts about the inputs, such as their kind and shape
-    model        computes per-record gradients and scores; only the head if `raw_inputs` is set
+    model        computes per-record gradients and scores; only the head if features are trained on
     adapted      the whole model with its adapter
     theta        initial trainable vector, `[P]`
     plan         mechanism of each client
     schedule     numbers of clients, rounds and local steps, and the size of a cohort
-    shards       record numbers of each client
-    records      training records on the device; their features if `raw_inputs` is set
-    test         the server's public test records on the device, in the same format
+    private      the clients' training records
+    public       the test records, and public facts about the data
     streams      the run's random streams
-    view         random augmentation of training records; None without augmentation
     past         privacy already spent on the weights that the run starts from
     notes        facts for the user to know
     warnings     facts that the user should act on
     served       True on a server, whose clients and records are on other machines
     batched_sum  computes the clipped sums of a pack of runs; None if this run trains alone
-    raw_inputs   training inputs if `records` has their features; None if the whole model trains
     on_activity  called with the progress of slow operations
     """
 
     config: Config
-    classes: tuple[str, ...]
-    spec: InputSpec
     model: PerSample
     adapted: Adapted
     theta: Tensor
     plan: Plan
     schedule: Schedule
-    shards: Shards
-    records: Records
-    test: Records
+    private: PrivateRecords
+    public: PublicData
     streams: Streams
     device: torch.device
-    view: Augmentations | None = None
     past: PriorSpending = NO_PRIOR_SPENDING
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     served: bool = False
     batched_sum: BatchedSum | None = None
-    raw_inputs: Mapping[str, Tensor] | None = None
     on_activity: OnActivity = ignore
 
     @property
@@ -102,15 +122,17 @@ class Job:
 def prepare(
     config: Config,
     source: Source | None = None,
-    shared: JobCache | None = None,
+    cache: JobCache | None = None,
     on_activity: OnActivity = ignore,
 ) -> Job:
-    """Return the job of a configuration. `source`, if given, replaces the configured data source.
+    """Return the job of a configuration.
 
-    With `shared`, the job reuses equal records, models and features of earlier jobs.
+    source  replaces the configured data source
+    cache   has records, models and features of earlier jobs, which this job reuses if they are
+            equal; None to prepare everything again
     """
-    with shared.lock if shared else nullcontext():
-        return _prepare(config, source, shared, on_activity)
+    with cache.lock if cache else nullcontext():
+        return _prepare(config, source, cache, on_activity)
 
 
 def _prepare(
@@ -135,22 +157,19 @@ def _prepare(
     notes += [*ready.notes, *basis.notes, *data_notes(config, source, shards)]
     return Job(
         config=config,
-        classes=source.classes,
-        spec=spec,
         model=basis.model,
         adapted=ready.adapted,
         theta=ready.theta,
         plan=plan,
         schedule=schedule,
-        shards=shards,
-        records=basis.records,
-        test=basis.test,
+        private=PrivateRecords(
+            basis.records, shards, augmentations_for(config, source), basis.raw_inputs
+        ),
+        public=PublicData(basis.test, spec, source.classes),
         streams=streams,
         device=device,
-        view=augmentations_for(config, source),
         notes=[*notes, *federation_note(config, plan)],
         warnings=[*data_warnings(config, source, shards), *plan_warnings(config, plan)],
-        raw_inputs=basis.raw_inputs,
     )
 
 
@@ -167,19 +186,17 @@ def prepare_server(config: Config) -> Job:
     spec, classes, test = server_data(config, device)
     ready = build_model(config, spec, streams, device)
     config = with_number(config, plan, schedule, ready.model.space)
-    none = np.zeros(0, dtype=np.int64)
+    nothing = np.zeros(0, dtype=np.int64)
+    no_shards = Shards(np.zeros(plan.clients + 1, np.int64), np.zeros(1, np.int64), nothing)
     return Job(
         config=config,
-        classes=classes,
-        spec=spec,
         model=ready.model,
         adapted=ready.adapted,
         theta=ready.theta,
         plan=plan,
         schedule=schedule,
-        shards=Shards(np.zeros(plan.clients + 1, np.int64), np.zeros(1, np.int64), none),
-        records=NO_RECORDS,
-        test=test,
+        private=PrivateRecords(NO_RECORDS, no_shards),
+        public=PublicData(test, spec, classes),
         streams=streams,
         device=device,
         notes=[*notes, *ready.notes],

@@ -27,7 +27,7 @@ class Identity:
 
 
 class JobCache:
-    """Cache with one entry for each kind of object, such as "model"; a new key replaces the entry.
+    """Cache with one entry for each kind of object, such as "model". A new key replaces the entry.
 
     lock  allows one job at a time to be prepared, because initial weights are drawn from torch's
           global random generator

@@ -22,7 +22,7 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
         cohort=schedule.cohort,
         gamma=algorithm.gamma,
         floor=algorithm.bc_floor if algorithm.bc and algorithm.bc_floor else 1.0,
-        # The mean of cos^2 and cos over a half period give sqrt(3/8).
+        # sqrt(3/8) is the root mean square over the rounds of the cosine factor (1 + cos x)/2.
         schedule=1.0 if config.run.lr_schedule == "constant" else math.sqrt(3 / 8),
         part=part_of(config),
         fan_in=mean_fan_in(space),
@@ -32,13 +32,17 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
 
 
 def part_of(config: Config) -> Part:
+    """Return the part of the model that is trained, as the recipe for learning rates names it."""
     if head_alone(config):
         return "head"
     return "adapter" if config.model.train == "lora" else "layers"
 
 
 def mean_fan_in(space: Space) -> float:
-    """Return the mean fan-in of the trained matrices, weighted by their sizes; 1 without any."""
+    """Return the mean number of inputs of the trained matrices, weighted by their sizes.
+
+    Without a trained matrix return 1.
+    """
     matrices = [shape for shape in space.shapes if len(shape) > 1]
     total = sum(shape.numel() for shape in matrices)
     return sum(shape.numel() ** 2 / shape[0] for shape in matrices) / total if total else 1.0

@@ -1,4 +1,4 @@
-"""Recognise a device that is too small for a model, and say what would fit."""
+"""Recognise out-of-memory errors, and name settings that need less memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def caused_by_memory(error: BaseException | None) -> bool:
     return False
 
 
-def smaller(config: Config) -> str:
-    """Return the settings that need less memory than the settings of this run.
+def less_memory_advice(config: Config) -> str:
+    """Return the end of an error message: settings that need less memory than the run's settings.
 
-    Batches are not among them: they are already computed one record at a time if they must be.
+    Smaller batches are not among them, because they save nothing: a pass may have one record only.
     """
     model: Any = config.model
     ways = []

@@ -25,7 +25,7 @@ from dpfed.model.task import InputSpec
 from dpfed.privacy.noise import Streams
 from dpfed.training.job.device import set_threads
 from dpfed.training.job.job_cache import JobCache
-from dpfed.training.job.memory_advice import caused_by_memory, smaller
+from dpfed.training.job.memory_advice import caused_by_memory, less_memory_advice
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
 # Shorter runs are not compiled: compiling takes minutes and makes each step only a third faster.
@@ -52,11 +52,12 @@ def build_model(
     spec: InputSpec,
     streams: Streams,
     device: torch.device,
-    shared: JobCache | None = None,
+    cache: JobCache | None = None,
 ) -> ReadyModel:
     """Return the model of a job after checking it. The run's seed determines the initial `theta`.
 
-    With `shared`, reuse an earlier job's model if its frozen weights and settings are equal.
+    cache  has the model of an earlier job, which is reused if frozen weights and settings are
+           equal; None to build the model without a cache
     """
     seeds = (streams.number("init"), streams.number("init", 1))
     parts = assemble(config.model, spec, seeds, **block_rules(config))
@@ -72,10 +73,10 @@ def build_model(
                 raise
         raise DpfedError(
             f"{type(parts.adapted.model).__name__} does not fit into the memory of {device}: "
-            f"{smaller(config)}"
+            f"{less_memory_advice(config)}"
         )
 
-    if shared is None:
+    if cache is None:
         ready, adapted = make()
         return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
     frozen = model_hash(parts.adapted.model, space, skip_replaced=True)
@@ -83,7 +84,7 @@ def build_model(
     blocks = (space.block_names, space.blocks.numpy().tobytes())
     exact = (config.privacy.isolation, config.data.views, config.run.max_slots)
     key = (config.model, spec, device, config.run.precision, compiles, blocks, frozen, exact)
-    ready, adapted = shared.get("model", key, make)
+    ready, adapted = cache.get("model", key, make)
     return ReadyModel(ready, adapted, theta, (*parts.notes, *isolation_notes(ready)))
 
 
@@ -98,9 +99,9 @@ def isolation_notes(model: PerSample) -> tuple[str, ...]:
 def _checked_model(
     config: Config, spec: InputSpec, streams: Streams, parts: AssembledModel, theta: Tensor
 ) -> PerSample:
-    """Return the model with per-record gradients, after checking it on synthetic records.
+    """Check the model on synthetic records, and return it ready to compute per-record gradients.
 
-    The model is set to the run's precision, and compiled if the configuration asks for that.
+    The returned model has the run's precision. It is compiled if the configuration asks for that.
     """
     device = theta.device
     built = parts.built
@@ -143,7 +144,10 @@ def worth_compiling(config: Config, device: torch.device) -> bool:
 
 
 def block_rules(config: Config) -> dict[str, Any]:
-    """Return the algorithm's options that divide the parameters into blocks; {} without blocks."""
+    """Return the algorithm's option `granularity` as a keyword; {} if it has no such option.
+
+    The option says how `assemble` divides the parameters into blocks.
+    """
     if not hasattr(config.algorithm, "granularity"):
         return {}
     return {"granularity": config.algorithm.granularity}

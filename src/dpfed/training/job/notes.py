@@ -52,9 +52,9 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def dealt_note(config: Config) -> list[str]:
-    """Return a note if the clients are simulated although the noise is real, else [].
+    """Return a note if a run with real noise has simulated clients, else [].
 
-    The guarantee then holds for the records that the simulation assigned to each client.
+    The guarantee then holds for the records that the simulation has assigned to each client.
     """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
@@ -66,9 +66,9 @@ def dealt_note(config: Config) -> list[str]:
 
 
 def _natural_note(config: Config, shards: Shards) -> str:
-    """Return a sentence that names the clients that the data contain (partition "natural").
+    """Return a sentence that names the clients in the data, for the partition "natural".
 
-    The sentence also says so if the setting data.clients is ignored.
+    It also says if the setting `data.clients` is ignored.
     """
     note = (
         f"the clients are the {len(shards)} of data.client_column = {config.data.client_column!r}"
@@ -81,9 +81,9 @@ def _natural_note(config: Config, shards: Shards) -> str:
 
 
 def federation_note(config: Config, plan: Plan) -> list[str]:
-    """Return a note if the simulated clients have other sizes than [federation] declares, else [].
+    """Return a note if simulated clients and the clients in [federation] differ in size, else [].
 
-    With other sizes, the simulation trains differently from the real federation.
+    The simulation then trains differently from the real federation.
     """
     if config.federation is None or not config.federation.clients:
         return []

@@ -1,4 +1,4 @@
-"""The clients' sizes, the privacy plan and the schedule that follow from a configuration."""
+"""Compute the clients' sizes, the privacy plan and the schedule of a configuration."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
 
 
 def published_sizes(config: Config) -> np.ndarray | None:
-    """Return the clients' sizes if published record counts determine these sizes, else None.
+    """Return the clients' sizes if they can be known without reading the data, else None.
 
-    Record counts suffice if a published data set is divided into equal numbers of records.
+    They are known if all clients get equally many records of a data set of published size.
     """
     data = config.data
     published: Published | None = getattr(data, "published", None)

@@ -35,7 +35,7 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 Predictions are probabilities `[records, classes]`. For regression they are numbers `[records]`.
 """
-# The values of run.metric that each task can have. `evaluate` computes those in EVALUATED.
+# Values of run.metric that fit each task. The metrics in EVALUATED follow from `evaluate`.
 METRICS = {
     "classify": ("accuracy", "loss", "macro_f1", "auroc", "given"),
     "multilabel": ("accuracy", "loss", "macro_f1", "auroc", "given"),
@@ -50,7 +50,7 @@ _given: ContextVar[Metric | None] = ContextVar("metric", default=None)
 
 @contextmanager
 def given_metric(metric: Metric | None) -> Iterator[None]:
-    """Within this context, let `run.metric = "given"` call this function."""
+    """Use this function as the metric of runs with `run.metric = "given"`, within this context."""
     token = _given.set(metric)
     try:
         yield
@@ -59,10 +59,10 @@ def given_metric(metric: Metric | None) -> Iterator[None]:
 
 
 def refuse_metric(job: Job) -> None:
-    """Raise DpfedError if the test set or the model cannot give the score that a run needs."""
+    """Raise DpfedError if `run.metric` cannot be computed for this run's task or test set."""
     run = job.config.run
     chooses = run.keep == "best" or run.early_stopping is not None
-    if chooses and len(job.test.labels) == 0:
+    if chooses and len(job.public.test.labels) == 0:
         raise DpfedError(
             "run.keep and run.early_stopping choose by a score on the server's test set, "
             "and there is none"
@@ -71,7 +71,7 @@ def refuse_metric(job: Job) -> None:
     if metric not in METRICS[task]:
         shown = phrase("given metric") if metric == "given" else repr(metric)
         raise DpfedError(f"run.metric = {shown} does not fit this task: give {_choices(task)}")
-    if metric in EVALUATED or len(job.test.labels) == 0:
+    if metric in EVALUATED or len(job.public.test.labels) == 0:
         return
     if metric == "given" and _given.get() is None:
         raise DpfedError(
@@ -88,11 +88,11 @@ def _choices(task: str) -> str:
 
 
 def _refuse_absent(job: Job) -> None:
-    """Raise DpfedError if no test record has, or all test records have, one of the classes."""
-    members = _members(job.test.labels.cpu().numpy(), len(job.classes)).mean(0)
+    """Raise DpfedError for a class that no test record has, or that all test records have."""
+    members = _members(job.public.test.labels.cpu().numpy(), len(job.public.classes)).mean(0)
     absent = np.flatnonzero((members == 0) | (members == 1))
     if len(absent):
-        names = ", ".join(repr(job.classes[i]) for i in absent[:3])
+        names = ", ".join(repr(job.public.classes[i]) for i in absent[:3])
         raise DpfedError(
             f'run.metric = "auroc" needs test records with and without each class; see {names}'
         )
@@ -106,10 +106,17 @@ def metric_of(job: Job) -> str:
     return "r2" if job.model.task.name == "regress" else "accuracy"
 
 
-def own_score(job: Job, theta: Tensor) -> float | None:
-    """Return the value of the metric; None if `evaluate` computes it, or without a test set."""
+def with_scores(job: Job, round: Round, theta: Tensor) -> Round:
+    """Return the round with the scores that the vector `theta` `[P]` has on the test set."""
+    accuracy, loss = evaluate(job, theta)
+    score = _other_score(job, theta)
+    return replace(round, accuracy=accuracy, loss=loss, r2=r_squared(job, loss), score=score)
+
+
+def _other_score(job: Job, theta: Tensor) -> float | None:
+    """Return the value of `run.metric`; None for a metric in EVALUATED, or without a test set."""
     metric = metric_of(job)
-    if metric in EVALUATED or len(job.test.labels) == 0:
+    if metric in EVALUATED or len(job.public.test.labels) == 0:
         return None
     if metric == "macro_f1":
         several = job.model.task.name == "multilabel"
@@ -171,10 +178,14 @@ def chosen_score(job: Job, round: Round) -> float | None:
 
 
 def _value(metric: str, round: Round) -> float | None:
-    """Return the value of the metric in a round; perplexity grows with the loss, which it names."""
-    if metric in ("loss", "perplexity"):
-        return round.loss if metric == "loss" else perplexity(round.loss)
-    return {"accuracy": round.accuracy, "r2": round.r2}.get(metric, round.score)
+    """Return the value of a metric in an evaluated round."""
+    known = {
+        "accuracy": round.accuracy,
+        "loss": round.loss,
+        "perplexity": perplexity(round.loss),
+        "r2": round.r2,
+    }
+    return known.get(metric, round.score)
 
 
 def kept_round(job: Job, last: Round) -> Round:
@@ -182,13 +193,15 @@ def kept_round(job: Job, last: Round) -> Round:
     if job.config.run.keep != "best" or last.best is None:
         return last
     theta = last.best.theta
-    accuracy, loss = evaluate(job, theta)
-    kept = replace(last, theta=theta, accuracy=accuracy, loss=loss, r2=r_squared(job, loss))
-    return replace(kept, score=own_score(job, theta))
+    return with_scores(job, replace(last, theta=theta), theta)
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:
-    """Return the entries of a result that name the metric and the kept round, where it matters."""
+    """Return two entries for a result, or fewer.
+
+    metric      name and value of the metric, if it is not accuracy
+    kept_round  number of the best round, if `run.keep = "best"`
+    """
     found: dict[str, Any] = {}
     metric = metric_of(job)
     if metric != "accuracy":
@@ -199,7 +212,7 @@ def choice_of(job: Job, kept: Round) -> dict[str, Any]:
 
 
 def choice_notes(job: Job, kept: Round) -> list[str]:
-    """Return sentences about an early end, and about a kept round."""
+    """Return notes for the user: if the run ended early, and if the best round was kept."""
     run = job.config.run
     notes: list[str] = []
     if kept.best is None:

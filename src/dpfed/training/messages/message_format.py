@@ -34,7 +34,7 @@ SCALE = ".scale"
 SMALLEST = torch.finfo(torch.float32).tiny
 
 Draw = Callable[[int], Tensor]
-"""Function that returns so many independent uniform numbers in [0, 1), float32."""
+"""Function of a number n that returns n independent uniform numbers in [0, 1), float32 `[n]`."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def encode(values: Mapping[str, Tensor], layout: Layout, draw: Draw) -> dict[str
 
 
 def decode(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return the float32 vectors that `encode` has made these tensors from, as rounded."""
+    """Return the rounded float32 vectors that the tensors of `encode` represent."""
     return {
         name: from_int8(sent[name], sent[name + SCALE])
         if field.format == "int8"
@@ -115,7 +115,7 @@ def to_int8(value: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     blocks = pad(value.abs(), (0, -len(value) % BLOCK)).view(-1, BLOCK)
     scales = blocks.amax(1) / LARGEST
     scales = scales.where(~(scales < SMALLEST), 0.0)
-    # A block without numbers other than zero is divided by infinity, which gives zeros.
+    # Divide a block of zeros by infinity, which gives zeros; dividing by its scale 0 would not.
     steps = value / _each(scales.where(scales != 0, math.inf), len(value))
     # `steps - low` is exact in float32. Adding `uniform` to large steps would round it.
     low = steps.floor()
@@ -124,9 +124,10 @@ def to_int8(value: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(integers: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 vector `[P]` that `to_int8` has rounded to these integers and scales."""
     return _each(scales, len(integers)).mul_(integers)
 
 
 def _each(scales: Tensor, size: int) -> Tensor:
-    """Return the scale of each number, `[size]`."""
+    """Repeat the scale of each block for each of its numbers: `[blocks]` -> `[size]`."""
     return scales.repeat_interleave(BLOCK)[:size]

@@ -19,7 +19,12 @@ from dpfed.training.messages.message_size import layouts
 
 @dataclass(frozen=True)
 class MessageRounding:
-    """The layouts of a run's messages: to the server (`up`), and from the server (`down`)."""
+    """Rounds the messages of a run to their formats.
+
+    up       layout of a client's message to the server
+    down     layout of the server's broadcast to the clients
+    streams  random streams of the run, which decide the stochastic rounding
+    """
 
     up: Layout
     down: Layout
@@ -28,7 +33,7 @@ class MessageRounding:
     def broadcast(self, t: int, server: Any) -> dict[str, Tensor]:
         """Return the tensors that the server sends in round t.
 
-        They are equal for all clients, and for a server that resumes within the round.
+        All clients get the same tensors, and a server that is restarted sends the same again.
         """
         fields = {name: getattr(server, name) for name in self.down}
         return encode(fields, self.down, draws(self.streams, "download", t))

@@ -5,7 +5,7 @@ The algorithm runs once on torch's meta tensors, which have shapes but no values
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +23,15 @@ META = torch.device("meta")
 class Traffic:
     """Sizes of one client's messages in one round: up to the server, and down from the server.
 
-    Each size is a count of numbers and a count of bytes, which depends on `federation.upload` and
-    `federation.download`. The few public numbers of a round, such as
-    learning rate and clip norm, are not counted.
+    Each size is a count of numbers and a count of bytes. The bytes depend on `federation.upload`
+    and `federation.download`. The few public numbers of a round, such as learning rate and clip
+    norm, are not counted.
     """
 
     up_numbers: int
     up_bytes: int
     down_numbers: int
     down_bytes: int
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def traffic(
@@ -53,14 +50,18 @@ def layouts(
     section: FederationSection | None = None,
     varying_phi: bool = False,
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of a client's message to the server and of the server's broadcast."""
+    """Return the layouts of a client's message to the server and of the server's broadcast.
+
+    section      [federation], which has the formats of messages; None for float32
+    varying_phi  True if the variance of the noise may differ between rounds
+    """
     section = section or FederationSection()
-    message, broadcast = meta_message(algorithm, space, varying_phi)
+    server, _, message = _meta_round(algorithm, space, varying_phi)
     up = {name: value.shape[1] for name, value in message.items()}
     if varying_phi:
         # Quantile clipping adds one noised share to each message.
         up["below"] = 1
-    down = {name: len(value) for name, value in broadcast.items()}
+    down = {name: len(getattr(server, name)) for name in algorithm.broadcast}
     return (
         layout_of(up, algorithm, space.size, section.upload),
         layout_of(down, algorithm, space.size, section.download),
@@ -70,17 +71,6 @@ def layouts(
 def _total(layout: Layout) -> tuple[int, int]:
     fields = layout.values()
     return sum(field.size for field in fields), sum(field.bytes for field in fields)
-
-
-def meta_message(
-    algorithm: Algorithm, space: Space, varying_phi: bool = False
-) -> tuple[Message, Message]:
-    """Return a client's message `[1, ...]` and the server's broadcast, as meta tensors by name.
-
-    varying_phi  True if the variance of the noise may differ between rounds
-    """
-    server, _, message = _meta_round(algorithm, space, varying_phi)
-    return message, {name: getattr(server, name) for name in algorithm.broadcast}
 
 
 def local_bytes(algorithm: Algorithm, space: Space) -> int:

@@ -53,14 +53,14 @@ CHECKPOINTS_STORED = 2
 class LoadedCheckpoint:
     """A checkpoint that was read and verified.
 
-    progress  the completed rounds and the server's state
-    taken     number of rounds that each client took part in, `[clients]`
-    memory    the file of each client's stored vectors
-    backend   state of a remote backend, from `RemoteBackend.after`; empty for simulations
+    progress      the completed rounds and the server's state
+    rounds_taken  number of rounds that each client took part in, `[clients]`
+    memory        the file of each client's stored vectors
+    backend       state of a remote backend, from `RemoteBackend.after`; empty for simulations
     """
 
     progress: Progress
-    taken: np.ndarray
+    rounds_taken: np.ndarray
     memory: dict[int, Entry]
     backend: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class LoadedCheckpoint:
 class Checkpoints:
     """Writes and reads the checkpoints of one run.
 
-    job     hash of settings and initial vector; a checkpoint with another hash is refused
+    job     result of `job_hash`; a checkpoint of a run with another hash is refused
     memory  the store of client memory
     """
 
@@ -88,17 +88,17 @@ class Checkpoints:
     def save(
         self,
         progress: Progress,
-        taken: np.ndarray,
+        rounds_taken: np.ndarray,
         backend: dict[str, Any] | None = None,
-        first: Callable[[], None] = lambda: None,
+        before_write: Callable[[], None] = lambda: None,
         wait: bool = False,
     ) -> None:
         """Write a checkpoint of the present state on another thread, while the run continues.
 
-        taken    number of rounds that each client took part in, `[clients]`
-        backend  state of a remote backend; None for simulations
-        first    called before the checkpoint is written
-        wait     True: return only after the checkpoint is on disk
+        rounds_taken  number of rounds that each client took part in, `[clients]`
+        backend       state of a remote backend; None for simulations
+        before_write  called on the other thread before it writes the checkpoint
+        wait          True: return only after the checkpoint is on disk
 
         First wait for the previous checkpoint. If it could not be written, raise its error.
         """
@@ -115,13 +115,13 @@ class Checkpoints:
             "round": progress.t,
             "clip": progress.state.clip,
             "seconds": progress.seconds,
-            "clients": len(taken),
-            "taken": {str(i): int(taken[i]) for i in np.flatnonzero(taken)},
+            "clients": len(rounds_taken),
+            "taken": {str(i): int(rounds_taken[i]) for i in np.flatnonzero(rounds_taken)},
             **({"backend": backend} if backend else {}),
         }
 
         def write() -> None:
-            first()
+            before_write()
             memory = {str(i): [e.file, e.sha256] for i, e in sorted(save_memory().items())}
             self._write({**index, "memory": memory}, save_tensors(tensors))
 
@@ -147,9 +147,9 @@ class Checkpoints:
     def load(self, first: State) -> tuple[LoadedCheckpoint | None, list[str]]:
         """Return (newest complete checkpoint or None, errors of newer damaged checkpoints).
 
-        first  the server's state before round 1, whose names and shapes the checkpoint must have
+        first  the server's state before round 1; the checkpoint must have its names and shapes
 
-        The store of client memory then has the vectors of the checkpoint.
+        This method also restores the client memory from the checkpoint.
         """
         errors: list[str] = []
         for path in self._indexes():
@@ -170,9 +170,9 @@ class Checkpoints:
             if hashlib.sha256(blob).hexdigest() != index["state"]:
                 raise ValueError
             tensors = {name: value.clone() for name, value in load_tensors(blob).items()}
-            taken = np.zeros(int(index["clients"]), dtype=np.int64)
+            rounds_taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
-                taken[int(client)] = count
+                rounds_taken[int(client)] = count
             # Drop folders from file names: a damaged index must not name files elsewhere.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
@@ -193,7 +193,7 @@ class Checkpoints:
             raise DpfedError(
                 f"the checkpoint {path} was written by another version of dpfed: {error}"
             ) from None
-        return LoadedCheckpoint(Progress(t, state, seconds), taken, memory, backend)
+        return LoadedCheckpoint(Progress(t, state, seconds), rounds_taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
         """Return the paths of the index files, newest round first."""

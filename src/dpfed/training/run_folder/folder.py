@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
@@ -24,7 +23,12 @@ from dpfed.config import Config, to_toml
 from dpfed.errors import DpfedError, phrase
 from dpfed.model.parameter_vector import Space
 from dpfed.privacy.ledger.ledger import Ledger
-from dpfed.privacy.ledger.private_files import make_private_folder, open_private, restrict_tree
+from dpfed.privacy.ledger.private_files import (
+    lock_file,
+    make_private_folder,
+    open_private,
+    restrict_tree,
+)
 from dpfed.training.rounds import Round
 from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.files import (
@@ -197,20 +201,15 @@ def _locked(path: Path) -> IO[bytes]:
 
     Raise DpfedError if another process has locked the folder.
     """
-    lock: IO[bytes] | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(path)
-        lock = open_private(path / LOCK, "ab")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
+        return lock_file(path / LOCK)
+    except BlockingIOError:
+        raise DpfedError(
+            f"another run is at work in {path}: wait for it, stop it or {phrase('another out')}"
+        ) from None
     except OSError as error:
-        if lock is not None:
-            lock.close()
-        if isinstance(error, BlockingIOError):
-            raise DpfedError(
-                f"another run is at work in {path}: wait for it, stop it or {phrase('another out')}"
-            ) from None
         raise DpfedError(
             f"the run folder {path} cannot be written: {error.strerror or error}"
         ) from None

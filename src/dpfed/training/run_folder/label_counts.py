@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpfed.data.partition import Shards
 from dpfed.training.job.job import Job
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import LABEL_COUNTS
@@ -20,14 +21,20 @@ RELEASE = "not private: counts of simulated clients' labels, for the operator on
 MAX_CELLS = 1_000_000
 
 
-def label_counts(job: Job) -> np.ndarray:
-    """Return the number of records of each label at each client, `[clients, classes]`."""
-    shards = job.shards
-    table = (len(shards), len(job.classes))
-    labels = job.records.labels.cpu().numpy()[shards.records]
-    owner = np.repeat(np.arange(len(shards)), np.diff(shards.units[shards.clients]))
-    cells = np.ravel_multi_index((owner, labels), table)
-    return np.bincount(cells, minlength=table[0] * table[1]).reshape(table)
+def label_counts(labels: np.ndarray, shards: Shards, classes: int) -> np.ndarray:
+    """Return the number of records of each label at each client, `[clients, classes]`.
+
+    The result has no columns for data without classes, such as texts and numbers.
+
+    labels  class numbers `[records]`, or 0 and 1 for each class `[records, classes]`
+    """
+    if labels.ndim == 1 and labels.dtype.kind == "f":
+        return np.zeros((len(shards), 0), dtype=np.int64)
+    own = [labels[shards.of(client)] for client in range(len(shards))]
+    if labels.ndim == 2:
+        return np.stack([rows.sum(0) for rows in own])
+    # Without classes every label is 0, and `bincount` would still count these zeros.
+    return np.stack([np.bincount(rows, minlength=classes)[:classes] for rows in own])
 
 
 def write_label_counts(folder: Path, job: Job) -> None:
@@ -35,10 +42,12 @@ def write_label_counts(folder: Path, job: Job) -> None:
 
     Nothing is written with real noise, for a task without classes, or for a very large table.
     """
-    cells = len(job.shards) * len(job.classes)
-    countable = job.model.task.name == "classify" and 0 < cells <= MAX_CELLS
+    classes = job.public.classes
+    shards = job.private.shards
+    countable = job.model.task.name == "classify" and 0 < len(shards) * len(classes) <= MAX_CELLS
     if job.config.run.noise == "os" or not countable:
         return
-    table = {"release": RELEASE, "classes": list(job.classes), "labels": label_counts(job).tolist()}
+    counts = label_counts(job.private.records.labels.cpu().numpy(), shards, len(classes))
+    table = {"release": RELEASE, "classes": list(classes), "labels": counts.tolist()}
     content = json.dumps(table).encode()
     write_file(folder / LABEL_COUNTS, lambda file: file.write(content))

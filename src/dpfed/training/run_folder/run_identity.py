@@ -1,4 +1,7 @@
-"""The settings that determine a run's results, equal in all its processes and checkpoints."""
+"""Return the settings that determine a run's results.
+
+All processes of a run must have the same settings, and a checkpoint fits only equal settings.
+"""
 
 from __future__ import annotations
 

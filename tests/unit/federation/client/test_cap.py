@@ -96,7 +96,7 @@ def test_a_killed_server_asks_the_same_clients_again(tmp_path: Path) -> None:
     assert (result["rounds"], result["log"]) == (3, [])
     assert [len(rounds_of(tmp_path, i)) for i in range(3)] == [2, 2, 2]
     # Two rounds of two steps, for every client.
-    worst = epsilon([(job.plan.mechanism(0), 4)], 1e-5).value
+    worst = epsilon([(job.plan.mechanism(0), 4)], 1e-5)
     assert result["epsilon"] == pytest.approx(dict.fromkeys(result["epsilon"], worst))
     recorded = read_recorded_spending(tmp_path / "out")
     assert (recorded.most_rounds, recorded.realised.cap) == (2, 2)

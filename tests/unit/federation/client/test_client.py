@@ -162,7 +162,7 @@ def test_a_theta_that_is_not_finite_or_of_another_size_is_refused(job: Job, tmp_
 
 def test_the_budget_ends_exactly_where_it_would_be_passed(tmp_path: Path) -> None:
     job = job_of()
-    two = epsilon([(job.plan.mechanism(0), 4)], 1e-5).value
+    two = epsilon([(job.plan.mechanism(0), 4)], 1e-5)
     client = client_of(job, 0, tmp_path, max_epsilon=two * 1.0001)
     client.answer(request_of(job, 1))
     client.answer(request_of(job, 1, run="run-2"))
@@ -352,7 +352,7 @@ def test_a_client_can_ask_what_it_has_spent(
     with Ledger.open(
         tmp_path / "clinic-0" / "ledger.db", client="clinic-0", readonly=True
     ) as ledger:
-        spent = epsilon(ledger.history("clinic-0"), account.delta).value
+        spent = epsilon(ledger.history("clinic-0"), account.delta)
     assert (account.client, account.runs, account.rows, account.void) == ("clinic-0", 1, 1, 0)
     assert account.epsilon == pytest.approx(spent)
     show_own(account, as_json=True)

@@ -167,8 +167,8 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     client.answer(count)
     client.answer(count)
     train = (job.plan.mechanism(0), 2)
-    one = epsilon([train], 1e-5).value
-    two = epsilon([train, (Mechanism("poisson", 1.0, 5.0), 1)], 1e-5).value
+    one = epsilon([train], 1e-5)
+    two = epsilon([train, (Mechanism("poisson", 1.0, 5.0), 1)], 1e-5)
     assert log[0].startswith(f"round 1 answered, epsilon {show_loss(one, 2)} of 8.0 spent, ")
     assert log[1].startswith(f"round 1 scored, epsilon {show_loss(two, 2)} of 8.0 spent, ")
     assert log[2] == "round 1 scored again with the stored message, nothing spent"
@@ -177,7 +177,7 @@ def test_the_log_says_what_is_spent_of_the_budget(job: Job, tmp_path: Path) -> N
     more = fields["rounds_left"]
     assert f"{math.floor((8 - one) * 100) / 100:.2f} left: at least {more:,} rounds like" in log[0]
     spent = [(*train[:1], 2 * (1 + more))]
-    assert epsilon(spent, 1e-5).value <= 8.0, "the rounds that are left can be afforded"
+    assert epsilon(spent, 1e-5) <= 8.0, "the rounds that are left can be afforded"
     assert rdp_epsilon([(train[0], 2 * math.ceil(2 + 1.1 * more))], 1e-5) > 8.0
     assert float(show_loss(one, 2)) >= one
     assert show_loss(2.0410001, 2) == "2.05"

@@ -60,13 +60,13 @@ def test_the_servers_job_has_no_private_record_and_the_simulations_plan() -> Non
     job = job_of()
     config = config_of(job)
     found = prepare_server(config)
-    assert len(found.records.labels) == 0
-    assert len(found.shards.records) == 0
-    assert found.shards.sizes.tolist() == [0, 0, 0]
+    assert len(found.private.records.labels) == 0
+    assert len(found.private.shards.records) == 0
+    assert found.private.shards.sizes.tolist() == [0, 0, 0]
     for field in ("sizes", "rates", "expected", "multipliers"):
         assert np.array_equal(getattr(found.plan, field), getattr(job.plan, field))
     assert torch.equal(found.theta, job.theta)
-    assert len(found.test.labels) == len(job.test.labels)
+    assert len(found.public.test.labels) == len(job.public.test.labels)
     assert not any("federation" in note for note in prepare(config).notes)
     other = config_of(
         job, federation={"clients": {"a": 5, "b": 700}}, privacy={"batch": None, "rate": 0.1}
@@ -171,7 +171,7 @@ def test_a_servers_run_is_accounted_for_and_exported_with_upper_bounds(tmp_path:
     job = job_of()
     result = serve(config_of(job), tmp_path / "out", Net(job, tmp_path, seeded=False), seeded=False)
     accounts = read_recorded_spending(tmp_path / "out")
-    assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5).value)
+    assert accounts.server_max == pytest.approx(epsilon([(job.plan.mechanism(0), 6)], 1e-5))
     assert accounts.server_worst == pytest.approx(result["epsilon"]["server_worst"])
     assert accounts.third_party == accounts.server_worst
     assert not accounts.seeded

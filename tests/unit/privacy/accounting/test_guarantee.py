@@ -24,17 +24,15 @@ PLANNED = Planned(KINDS, 10, 1.0, ((1.0, 20),), 1e-5)
 
 
 def test_the_case_is_one() -> None:
-    first, second = (
-        [epsilon([(kind, 200)], delta).value for kind in KINDS] for delta in (1e-5, 1e-6)
-    )
+    first, second = ([epsilon([(kind, 200)], delta) for kind in KINDS] for delta in (1e-5, 1e-6))
     assert first[0] > first[1]
     assert second[0] + 0.4 < second[1]
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-6])
 def test_the_bound_costs_as_much_as_any_client_at_any_delta(delta: float) -> None:
-    bound = epsilon(PLANNED.bound, delta).value
-    assert all(bound >= epsilon([(kind, 200)], delta).value for kind in KINDS)
+    bound = epsilon(PLANNED.bound, delta)
+    assert all(bound >= epsilon([(kind, 200)], delta) for kind in KINDS)
 
 
 def test_the_bound_of_equal_clients_is_their_history() -> None:

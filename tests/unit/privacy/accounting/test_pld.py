@@ -116,14 +116,14 @@ def test_published_figures_and_rdp_is_never_smaller(
     rate: float, steps: int, delta: float, pld: float, rdp: float | None
 ) -> None:
     found = epsilon(poisson(rate, steps), delta)
-    assert found.value == pytest.approx(pld, rel=0.01)
-    assert rdp_epsilon(poisson(rate, steps), delta) >= found.value
+    assert found == pytest.approx(pld, rel=0.01)
+    assert rdp_epsilon(poisson(rate, steps), delta) >= found
     if rdp is not None:
         assert rdp_epsilon(poisson(rate, steps), delta) == pytest.approx(rdp, rel=0.01)
 
 
 def test_other_published_figures() -> None:
-    assert epsilon(poisson(0.016, 18 * 20), 1e-5).value == pytest.approx(1.885, rel=0.01)
+    assert epsilon(poisson(0.016, 18 * 20), 1e-5) == pytest.approx(1.885, rel=0.01)
     assert replace_one_epsilon(poisson(0.016, 2000), 1e-5) == pytest.approx(7.22, rel=0.01)
 
 
@@ -171,7 +171,7 @@ PLANS = {"rate": st.floats(0.002, 0.5), "steps": st.integers(1, 150), "sigma": s
 def test_epsilon_rises_with_rate_and_steps_and_falls_with_sigma_and_delta(
     rate: float, steps: int, sigma: float, delta: float
 ) -> None:
-    here = epsilon(poisson(rate, steps, sigma), delta).value  # raises if RDP were smaller
+    here = epsilon(poisson(rate, steps, sigma), delta)  # raises if RDP were smaller
     assert here <= pld_epsilon(poisson(min(1.0, rate * 1.2), steps, sigma), delta)
     assert here <= pld_epsilon(poisson(rate, steps + 1 + steps // 5, sigma), delta)
     assert here >= pld_epsilon(poisson(rate, steps, sigma * 1.2), delta)
@@ -188,8 +188,8 @@ def test_an_rdp_figure_below_pld_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_releases_of_one_batch_are_one_at_sigma_over_root_two() -> None:
-    sam = epsilon(poisson(0.016, 2000, math.sqrt(2), releases=2), 1e-5).value
-    assert sam == pytest.approx(epsilon(poisson(0.016, 2000), 1e-5).value, rel=1e-9)
+    sam = epsilon(poisson(0.016, 2000, math.sqrt(2), releases=2), 1e-5)
+    assert sam == pytest.approx(epsilon(poisson(0.016, 2000), 1e-5), rel=1e-9)
     plain = pld_epsilon(poisson(0.016, 2000, 1.0, releases=2), 1e-5)
     assert plain / 4.363 == pytest.approx(2.26, rel=0.01)
     assert pld_epsilon(poisson(0.016, 2000, 1.0, batches=2), 1e-5) == pld_epsilon(
@@ -209,7 +209,7 @@ def test_changing_rates_and_noise_compose_as_dp_accounting_composes_them() -> No
     assert pld_epsilon(history, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-5)
     assert terms_of(history) == terms_of(history[::-1])
     assert len(terms_of(history)) == 2
-    assert epsilon(history, 1e-5).value > max(pld_epsilon([part], 1e-5) for part in history)
+    assert epsilon(history, 1e-5) > max(pld_epsilon([part], 1e-5) for part in history)
 
 
 # --- fixed-size batches -------------------------------------------------------------------------
@@ -235,23 +235,20 @@ def theorem_9(rate: float, multiplier: float, steps: int, delta: float) -> float
 @pytest.mark.parametrize(("sigma", "expected"), [(1.0, 65.27), (2.0, 9.10)])
 def test_fixed_size_batches_by_theorem_9_with_sensitivity_2c(sigma: float, expected: float) -> None:
     found = epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5)
-    assert found.value == pytest.approx(expected, rel=1e-3)
-    assert found.value == pytest.approx(theorem_9(0.016, sigma / 2, 2000, 1e-5), rel=1e-2)
-    assert (found.accountant, found.adjacency) == ("RDP", "replace one")
-    assert replace_one_epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5) == found.value
-    assert 0 < delta_at([(Mechanism("fixed_wor", 0.016, sigma), 2000)], found.value) <= 1.001e-5
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found == pytest.approx(theorem_9(0.016, sigma / 2, 2000, 1e-5), rel=1e-2)
+    assert replace_one_epsilon([(Mechanism("fixed_wor", 0.016, sigma), 2000)], 1e-5) == found
+    assert 0 < delta_at([(Mechanism("fixed_wor", 0.016, sigma), 2000)], found) <= 1.001e-5
 
 
 # --- edges and labels ---------------------------------------------------------------------------
 
 
 def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
-    assert pld_epsilon([], 1e-5) == rdp_epsilon([], 1e-5) == epsilon([(CIFAR, 0)], 1e-5).value == 0
+    assert pld_epsilon([], 1e-5) == rdp_epsilon([], 1e-5) == epsilon([(CIFAR, 0)], 1e-5) == 0
     assert delta_at([], 0.0) == tuning_epsilon([], 1e-5, 7) == 0
     bare = poisson(0.016, 1, 0.0)
-    assert (
-        pld_epsilon(bare, 1e-5) == rdp_epsilon(bare, 1e-5) == epsilon(bare, 1e-5).value == math.inf
-    )
+    assert pld_epsilon(bare, 1e-5) == rdp_epsilon(bare, 1e-5) == epsilon(bare, 1e-5) == math.inf
     assert pld_epsilon([*bare, (CIFAR, 5)], 1e-5) == math.inf
     assert membership_advantage(bare) == 1
     assert pld_epsilon(poisson(1e-5, 2, 5.0), 1e-3) == 0
@@ -285,7 +282,7 @@ def test_delta_at_the_reported_epsilon_is_delta() -> None:
 
 def test_tuning_costs() -> None:
     history = poisson(0.016, 200)
-    assert tuning_epsilon(history, 1e-5, 1) == epsilon(history, 1e-5).value
+    assert tuning_epsilon(history, 1e-5, 1) == epsilon(history, 1e-5)
     assert tuning_epsilon(history, 1e-5, 10) == pld_epsilon(poisson(0.016, 2000), 1e-5)
     with pytest.raises(DpfedError, match="at least 1"):
         tuning_epsilon(history, 1e-5, 0)

@@ -30,7 +30,7 @@ def audit_of(
 
 
 def epsilon_of(ratio: float) -> float:
-    return epsilon([(Mechanism("poisson", RATE, SIGMA / ratio), STEPS)], 1e-5).value
+    return epsilon([(Mechanism("poisson", RATE, SIGMA / ratio), STEPS)], 1e-5)
 
 
 def test_200_audits_stay_below_epsilon_4_and_most_reach_half_of_it() -> None:

@@ -136,7 +136,7 @@ def test_each_canary_has_a_direction_that_no_other_moves(causal_job: Job) -> Non
     rows = canary_rows(causal_job, 3, RECORDS)
     found = directions_of(causal_job, rows)
     assert np.linalg.norm(found.canaries, axis=1) == pytest.approx(1.0)
-    inputs, labels = causal_job.records.take(torch.from_numpy(rows))
+    inputs, labels = causal_job.private.records.take(torch.from_numpy(rows))
     owner = torch.zeros(RECORDS, dtype=torch.int64)
     grads = causal_job.model.grads(causal_job.theta.unsqueeze(0), owner, inputs, labels)
     gradients = torch.cat(grads, 1).double().numpy()

@@ -55,9 +55,14 @@ def test_an_exact_sum_moves_by_one_unit_at_most(grid: bool) -> None:
 
 def test_units_of_several_records_and_dropout_keep_their_draws() -> None:
     job = job_of(model={"name": "glyph-vit", "train": "lora", "lora": {"dropout": 0.2}})
-    rows = len(job.records.labels)
+    rows = len(job.private.records.labels)
     owner = np.arange(rows) % 30
-    job = dataclasses.replace(job, shards=shards_of(owner, 30, np.arange(rows) // 90))
+    job = dataclasses.replace(
+        job,
+        private=dataclasses.replace(
+            job.private, shards=shards_of(owner, 30, np.arange(rows) // 90)
+        ),
+    )
     found = attack_server(job, 0.5)
     assert found.units == 16
     assert not found.broken

@@ -218,7 +218,7 @@ def test_threads_can_share_a_model() -> None:
         job.theta + 0.1 * torch.randn(job.theta.shape, generator=torch.Generator().manual_seed(i))
         for i in range(4)
     ]
-    inputs, labels = job.records.take(torch.arange(8))
+    inputs, labels = job.private.records.take(torch.arange(8))
     client = torch.zeros(8, dtype=torch.int64)
 
     def numbers(theta: Tensor) -> Tensor:
@@ -245,11 +245,11 @@ def test_a_second_job_shares_records_and_model_and_starts_from_its_own_weights(
     )
     keys = ["model.name=glyph-vit", "model.lora.r=2"]
     shared, configs = JobCache(), [config_of(*keys, f"run.seed={s}") for s in (0, 1)]
-    one, two = (prepare(config, shared=shared) for config in configs)
+    one, two = (prepare(config, cache=shared) for config in configs)
     assert len(checks) == 1
     assert one.model is two.model
-    assert one.records is two.records
-    assert one.test is two.test
+    assert one.private.records is two.private.records
+    assert one.public.test is two.public.test
     assert can_share_pass(one, two)
     assert not torch.equal(one.theta, two.theta)
     for job, config in zip((one, two), configs, strict=True):
@@ -261,7 +261,7 @@ def test_jobs_prepared_in_parallel_have_their_own_start_weights() -> None:
     keys = ["model.name=glyph-vit", "model.lora.r=2", "model.liveness=false"]
     configs, shared = [config_of(*keys, f"run.seed={s}") for s in range(6)], JobCache()
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda config: prepare(config, shared=shared).theta, configs))
+        found = list(threads.map(lambda config: prepare(config, cache=shared).theta, configs))
     for config, theta in zip(configs, found, strict=True):
         assert torch.equal(theta, prepare(config).theta)
 
@@ -294,8 +294,8 @@ def test_different_models_or_data_are_not_shared(other: list[str]) -> None:
     first = [*keys, "model.lora.freeze_a=true"] if "freeze_a" in other[0] else keys
     shared = JobCache()
     one, two = (
-        prepare(config_of(*first), shared=shared),
-        prepare(config_of(*keys, *other), shared=shared),
+        prepare(config_of(*first), cache=shared),
+        prepare(config_of(*keys, *other), cache=shared),
     )
     assert not can_share_pass(one, two)
     if "alpha" not in other[0]:
@@ -329,9 +329,9 @@ def test_a_run_that_cannot_join_a_pack_runs_alone_afterwards(tmp_path: Path) -> 
     assert sorted(ended) == [(0, 0), (1, 1)]
     assert threads.count(threading.current_thread().name) == 1
     pack, shared = Pack(2), JobCache()
-    pack.join_batch(prepare(configs[0], shared=shared), 0)
+    pack.join_batch(prepare(configs[0], cache=shared), 0)
     with pytest.raises(UnbatchableError):
-        pack.join_batch(prepare(configs[1], shared=shared), 1)
+        pack.join_batch(prepare(configs[1], cache=shared), 1)
 
 
 def test_a_run_that_cannot_join_a_pack_frees_its_memory() -> None:
@@ -362,7 +362,7 @@ def test_cached_records_keep_their_source_alive(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(job_data, "tokenised", fresh)
     shared = JobCache()
-    prepare(config_of("run.eval_on=test"), shared=shared)
+    prepare(config_of("run.eval_on=test"), cache=shared)
     assert len(made) == 1
     shared.get("source", "another", lambda: (None, None))
     for kind in ("records", "test"):
@@ -484,7 +484,7 @@ def test_without_privacy_the_clip_mode_does_not_matter() -> None:
     plain = config_of("privacy.enabled=false", "privacy.clip_mode=automatic")
     assert pack_key(plain) == pack_key(config_of())
     assert can_share_pass(
-        prepare(plain, shared=(shared := JobCache())), prepare(config_of(), shared=shared)
+        prepare(plain, cache=(shared := JobCache())), prepare(config_of(), cache=shared)
     )
 
 

@@ -430,9 +430,9 @@ def test_a_batch_larger_than_a_client_is_refused() -> None:
 
 def test_the_test_set_contains_no_private_records() -> None:
     job = job_of()
-    private = {bytes(x.numpy()) for x in job.records.inputs["pixel_values"]}
-    assert len(job.records.labels) + len(job.test.labels) == 1797
-    assert not private & {bytes(x.numpy()) for x in job.test.inputs["pixel_values"]}
+    private = {bytes(x.numpy()) for x in job.private.records.inputs["pixel_values"]}
+    assert len(job.private.records.labels) + len(job.public.test.labels) == 1797
+    assert not private & {bytes(x.numpy()) for x in job.public.test.inputs["pixel_values"]}
 
 
 def test_tf32_is_disabled_on_a_gpu() -> None:

@@ -238,7 +238,7 @@ def test_a_balanced_run_gives_each_client_the_rounds_of_its_cap(whole: Any) -> N
     out, result = whole
     assert charges(out).tolist() == [2] * 5
     kind = Mechanism("poisson", 0.2, 2.0)
-    by_hand = epsilon([(kind, 2 * 2)], DELTA).value
+    by_hand = epsilon([(kind, 2 * 2)], DELTA)
     figures = result["epsilon"]
     assert figures["server_worst"] == pytest.approx(by_hand, rel=1e-9)
     assert figures["server_max"] == figures["server_worst"] == figures["third_party"]
@@ -330,7 +330,7 @@ def test_added_rounds_raise_an_automatic_cap(whole: Any, tmp_path: Path) -> None
 def test_a_budget_and_a_cap_hold_together(tmp_path: Path) -> None:
     """The budget allows one round and the cap two, so that round 3 has one client left."""
     kind = Mechanism("poisson", 0.2, 2.0)
-    budget = epsilon([(kind, 2)], DELTA).value * 1.001
+    budget = epsilon([(kind, 2)], DELTA) * 1.001
     keys = {"privacy": {"sigma": 2.0, "budget": budget}}
     limits = r"within privacy\.budget = .* and 2 rounds of a client \(run\.max_rounds_per_client\)"
     with pytest.raises(StoppedError, match=f"before round 4 only 0 clients can stay {limits}"):
@@ -413,9 +413,9 @@ def numbers(**changes: Any) -> PlanNumbers:
 def test_the_option_max_rounds() -> None:
     kind = Mechanism("poisson", 0.016, 1.0)
     planned = numbers(max_rounds=10).planned()
-    assert planned.server_worst == pytest.approx(epsilon([(kind, 200)], DELTA).value, rel=1e-9)
+    assert planned.server_worst == pytest.approx(epsilon([(kind, 200)], DELTA), rel=1e-9)
     assert planned.third_party == planned.server_worst
-    assert planned.server_after(4) == pytest.approx(epsilon([(kind, 80)], DELTA).value, rel=1e-9)
+    assert planned.server_after(4) == pytest.approx(epsilon([(kind, 80)], DELTA), rel=1e-9)
     assert planned.server_after(50) == planned.server_worst
     for view in ("server_worst", "third_party"):
         found = numbers(max_rounds=10, sigma=None, target_epsilon=4.363, view=view).planned()

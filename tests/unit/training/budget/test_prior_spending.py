@@ -94,9 +94,9 @@ def test_the_record_is_the_cost_of_a_client_in_every_round(start: Path) -> None:
 def test_epsilon_is_that_of_the_joined_history(start: Path, tmp_path: Path) -> None:
     result = go_on(start, tmp_path / "r")
     second = replace(FIRST, noise_multiplier=2.0)
-    joined = epsilon([(FIRST, 4), (second, 4)], DELTA).value
+    joined = epsilon([(FIRST, 4), (second, 4)], DELTA)
     assert result["epsilon"]["server_worst"] == pytest.approx(joined, rel=1e-6)
-    assert joined > epsilon([(FIRST, 4)], DELTA).value
+    assert joined > epsilon([(FIRST, 4)], DELTA)
     mixed = third_party_epsilon([Rounds(FIRST, 4), Rounds(second, 2, 2, 0.5)], DELTA)
     assert result["epsilon"]["third_party"] == pytest.approx(mixed, rel=1e-6)
     assert mixed < joined
@@ -110,7 +110,7 @@ def test_epsilon_is_that_of_the_joined_history(start: Path, tmp_path: Path) -> N
     ]
     assert sum(taken) == 4
     # Clients that never took part have spent the cost of the first run.
-    assert accounts.epsilons.min() >= epsilon([(FIRST, 4)], DELTA).value - 1e-9
+    assert accounts.epsilons.min() >= epsilon([(FIRST, 4)], DELTA) - 1e-9
 
 
 def test_clients_that_never_took_part_have_spent_the_earlier_cost(
@@ -118,9 +118,9 @@ def test_clients_that_never_took_part_have_spent_the_earlier_cost(
 ) -> None:
     go_on(start, tmp_path / "r", run={"rounds": 1})
     least, most = sorted(read_recorded_spending(tmp_path / "r").epsilons)
-    assert least == pytest.approx(epsilon([(FIRST, 4)], DELTA).value)
+    assert least == pytest.approx(epsilon([(FIRST, 4)], DELTA))
     assert most == pytest.approx(
-        epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 2)], DELTA).value
+        epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 2)], DELTA)
     )
 
 
@@ -141,7 +141,7 @@ def test_the_earlier_cost_counts_for_every_kind_of_start(
     assert past.uncounted
     plan, schedule = plan_of(digits)
     planned = budget_of(plan, schedule, DELTA, past=past).planned
-    assert planned.server_worst == epsilon([(FIRST, 4), (plan.mechanism(0), 4)], DELTA).value
+    assert planned.server_worst == epsilon([(FIRST, 4), (plan.mechanism(0), 4)], DELTA)
 
 
 def test_a_single_weights_file_has_its_record_in_the_same_folder(
@@ -385,15 +385,15 @@ def test_privacy_before_and_after_the_run_agree(start: Path, tmp_path: Path) -> 
             else printed[0][key] == printed[1][key]
         )
     assert printed[0]["server_worst"] == pytest.approx(
-        epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
+        epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA)
     )
 
 
 def test_a_budget_includes_the_earlier_cost(start: Path, tmp_path: Path) -> None:
-    spent = epsilon([(FIRST, 4)], DELTA).value
+    spent = epsilon([(FIRST, 4)], DELTA)
     second = replace(FIRST, noise_multiplier=2.0)
-    one = epsilon([(FIRST, 4), (second, 2)], DELTA).value
-    two = epsilon([(FIRST, 4), (second, 4)], DELTA).value
+    one = epsilon([(FIRST, 4), (second, 2)], DELTA)
+    two = epsilon([(FIRST, 4), (second, 4)], DELTA)
     plenty = {"run": {"rounds": 5}, "privacy": {"budget": (one + two) / 2}}
     with pytest.raises(StoppedError, match="only 0 clients can stay within"):
         go_on(start, tmp_path / "r", **plenty)
@@ -519,7 +519,7 @@ def test_the_record_in_the_weights_survives_without_its_file(
         tmp_path / "r",
         source=images(),
     )
-    joined = epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
+    joined = epsilon([(FIRST, 4), (replace(FIRST, noise_multiplier=2.0), 4)], DELTA)
     assert result["epsilon"]["server_worst"] == pytest.approx(joined, rel=1e-6)
 
 
@@ -620,7 +620,7 @@ def test_a_start_of_unknown_cost_is_named_with_every_epsilon(
     )
     assert any(words in note and note.endswith(UNCOUNTED) for note in notes)
     known = [(FIRST, 4)] if content is not None and json.loads(content)["history"] else []
-    counted = epsilon([*known, (replace(FIRST, noise_multiplier=2.0), 4)], DELTA).value
+    counted = epsilon([*known, (replace(FIRST, noise_multiplier=2.0), 4)], DELTA)
     assert result["epsilon"]["server_worst"] == pytest.approx(counted, rel=1e-3)
     write_export(tmp_path / "r", tmp_path / "out")
     for text in (
@@ -692,7 +692,7 @@ def test_fixed_sampling_may_follow_fixed_sampling(start: Path, tmp_path: Path) -
     adapter = copied(start, tmp_path / "copy", content)
     result = go_on(start, tmp_path / "r", adapter, privacy={"sampling": "fixed_wor", "sigma": 4.0})
     kind = Mechanism("fixed_wor", 0.5, 4.0)
-    assert result["epsilon"]["server_worst"] == pytest.approx(epsilon([(kind, 8)], DELTA).value)
+    assert result["epsilon"]["server_worst"] == pytest.approx(epsilon([(kind, 8)], DELTA))
 
 
 # ---- chains
@@ -733,7 +733,7 @@ def test_a_chain_of_two_exports(start: Path, tmp_path: Path) -> None:
     write_export(tmp_path / "second", tmp_path / "adapter2")
     third = go_on(start, tmp_path / "third", tmp_path / "adapter2", privacy={"sigma": 3.0})
     kinds = [(replace(FIRST, noise_multiplier=s), 4) for s in (1.0, 2.0, 3.0)]
-    assert third["epsilon"]["server_worst"] == pytest.approx(epsilon(kinds, DELTA).value, rel=1e-6)
+    assert third["epsilon"]["server_worst"] == pytest.approx(epsilon(kinds, DELTA), rel=1e-6)
     write_export(tmp_path / "third", tmp_path / "adapter3")
     stored = json.loads((tmp_path / "adapter3" / SPENDING).read_text())
     assert [(r[2], r[5]) for r in stored["history"]] == [(1.0, 4), (2.0, 4), (3.0, 4)]
@@ -744,9 +744,9 @@ def test_the_exported_cost_is_a_bound_for_every_client() -> None:
     much, little = Mechanism("poisson", 0.5, 2.5), Mechanism("poisson", 0.05, 0.7)
     planned = Planned((much, little), 5, 1.0, ((1.0, 2),), DELTA)
     later = (Mechanism("poisson", 0.2, 1.0), 50)
-    carried = epsilon([*planned.bound, later], DELTA).value
+    carried = epsilon([*planned.bound, later], DELTA)
     assert planned.worst_kind == little
-    after = {kind: epsilon([(kind, 10), later], DELTA).value for kind in planned.kinds}
+    after = {kind: epsilon([(kind, 10), later], DELTA) for kind in planned.kinds}
     assert after[little] < after[much] <= carried
     assert Planned((replace(much, rate=0.1), much), 5, 1.0, ((1.0, 2),), DELTA).bound == [
         (much, 10)
@@ -776,14 +776,14 @@ def test_figures_and_record_of_nine_kinds_of_clients(start: Path, tmp_path: Path
     result = go_on(start, tmp_path / "r", source=unequal(9), **changes)
     accounts = read_recorded_spending(tmp_path / "r")
     dearest = Mechanism("poisson", 6 / 12, 2.0)
-    want = epsilon([(FIRST, 4), (dearest, 2)], DELTA).value
+    want = epsilon([(FIRST, 4), (dearest, 2)], DELTA)
     assert len(accounts.planned.kinds) == 9
     assert accounts.server_worst == pytest.approx(want)
     # The smallest client, which has the largest rate, took part.
     assert accounts.server_max == pytest.approx(want)
     assert result["epsilon"]["server_worst"] == pytest.approx(accounts.server_worst)
     assert result["epsilon"]["server_max"] == pytest.approx(accounts.server_max)
-    least = epsilon([(FIRST, 4), (replace(dearest, rate=6 / 20), 2)], DELTA).value
+    least = epsilon([(FIRST, 4), (replace(dearest, rate=6 / 20), 2)], DELTA)
     assert accounts.epsilons.min() == pytest.approx(least)
     stored = spending_of("released", accounts.realised)
     assert stored["history"][1] == ["poisson", 0.5, 2.0, 1, 1, 2]
@@ -801,7 +801,7 @@ def test_the_figure_of_many_kinds_is_an_upper_bound() -> None:
     shown = spending.server_max()
     assert shown is not None
     true = max(
-        epsilon([*prior, (plan.mechanism(i), 5 * int(spending.rounds_taken[i]))], DELTA).value
+        epsilon([*prior, (plan.mechanism(i), 5 * int(spending.rounds_taken[i]))], DELTA)
         for i in (2, 5)
     )
     assert true <= shown <= budget.planned.server_worst

@@ -168,7 +168,7 @@ def test_limits_of_many_kinds_of_clients_stay_within_the_budget() -> None:
     for i in (0, 7, 11):
         limit = int(budget.limits[i])
         assert 0 < limit < 40
-        assert epsilon([(plan.mechanism(i), 5 * limit)], 1e-5).value <= 1.5
+        assert epsilon([(plan.mechanism(i), 5 * limit)], 1e-5) <= 1.5
     made, which = coarser(plan)
     assert all(made[k].rate >= plan.rates[i] for i, k in enumerate(which))
 
@@ -191,7 +191,7 @@ def test_repeated_attempts_count_and_void_the_third_party_figure(tmp_path: Path)
         for _ in range(4):
             ledger.charge([Charge(first.client, 1, 2, first.mechanism, "os")])
     after = read_recorded_spending(folder)
-    assert after.server_max == pytest.approx(epsilon([(first.mechanism, 10)], 1e-5).value)
+    assert after.server_max == pytest.approx(epsilon([(first.mechanism, 10)], 1e-5))
     assert after.server_worst >= after.server_max > before.server_worst
     assert after.void is not None
     assert after.third_party == after.server_worst

@@ -110,9 +110,9 @@ def test_the_export_is_a_whole_model(kind: str, tmp_path: Path) -> None:
     assert write_export(tmp_path / "run", tmp_path / "out") == "model"
     job = prepare(config, source)
     own = job.model.scores(
-        job.space.flatten(load_file(tmp_path / "run" / "model.safetensors")), job.test.inputs
+        job.space.flatten(load_file(tmp_path / "run" / "model.safetensors")), job.public.test.inputs
     )
-    raw = prepare(config_of(kind, tmp_path / "base", False), source).test
+    raw = prepare(config_of(kind, tmp_path / "base", False), source).public.test
     auto = AutoModelForImageClassification if kind == "vit" else AutoModelForSequenceClassification
     plain = auto.from_pretrained(tmp_path / "out").eval()
     if kind == "vit":
@@ -132,9 +132,9 @@ def test_bf16_features_are_bf16_and_give_the_same_numbers(tmp_path: Path) -> Non
         prepare(config_of("vit", tmp_path, a, run={"precision": "bf16"}), images())
         for a in (True, False)
     ]
-    assert jobs[0].records.inputs["features"].dtype == torch.bfloat16
+    assert jobs[0].private.records.inputs["features"].dtype == torch.bfloat16
     theta = torch.linspace(-1, 1, jobs[0].space.size)
-    mine, theirs = (job.model.scores(theta, job.test.inputs) for job in jobs)
+    mine, theirs = (job.model.scores(theta, job.public.test.inputs) for job in jobs)
     torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
@@ -144,13 +144,15 @@ def test_every_record_goes_through_the_frozen_part_once(
     made = counted(monkeypatch)
     job = prepare(config_of("vit", tmp_path), images())
     assert made == [24, 6]
-    assert job.records.inputs["features"].shape == (24, 8)
-    assert job.records.labels.tolist() == images().train.labels.tolist()
+    assert job.private.records.inputs["features"].shape == (24, 8)
+    assert job.private.records.labels.tolist() == images().train.labels.tolist()
     calls: list[int] = []
     job.adapted.model.get_submodule("vit").register_forward_hook(lambda *_: calls.append(1))
     evaluate(job, job.theta)
     job.model.grads(
-        job.theta[None], torch.zeros(3, dtype=torch.int64), *job.records.take(torch.arange(3))
+        job.theta[None],
+        torch.zeros(3, dtype=torch.int64),
+        *job.private.records.take(torch.arange(3)),
     )
     assert not calls
 
@@ -169,7 +171,9 @@ def test_features_computed_in_pieces_are_in_order(
 
     monkeypatch.setattr(frozen_features, "split", narrow)
     again = prepare(config_of("vit", tmp_path), images())
-    torch.testing.assert_close(again.records.inputs["features"], job.records.inputs["features"])
+    torch.testing.assert_close(
+        again.private.records.inputs["features"], job.private.records.inputs["features"]
+    )
 
 
 # ------------------------------------------------------------------ when features are used
@@ -177,16 +181,19 @@ def test_features_computed_in_pieces_are_in_order(
 
 def test_auto_uses_features_where_they_save_work(tmp_path: Path) -> None:
     """The run draws 24 records in all, as many as the data set has."""
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is not None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).private.raw_inputs is not None
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).raw_inputs is None
+        prepare(config_of("vit", tmp_path, "auto", run={"rounds": 1}), images()).private.raw_inputs
+        is None
     )
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).raw_inputs
+        prepare(config_of("vit", tmp_path, True, run={"rounds": 1}), images()).private.raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, "auto", model={"train": "lora"}), images()
+        ).private.raw_inputs
         is None
     )
 
@@ -207,7 +214,9 @@ def test_true_is_refused_where_features_are_impossible(
         match=f'^run.features = true cannot be done, as {reason}.*set run.features = "auto"$',
     ):
         prepare(config_of("vit", tmp_path, True, **changes), images())
-    assert prepare(config_of("vit", tmp_path, "auto", **changes), images()).raw_inputs is None
+    assert (
+        prepare(config_of("vit", tmp_path, "auto", **changes), images()).private.raw_inputs is None
+    )
 
 
 def test_dropout_before_the_head_excludes_features(tmp_path: Path) -> None:
@@ -218,7 +227,7 @@ def test_dropout_before_the_head_excludes_features(tmp_path: Path) -> None:
         "train": "head",
     }
     job = prepare(settings(section), texts())
-    assert job.raw_inputs is None
+    assert job.private.raw_inputs is None
     assert any("computed at every step, as the model has dropout" in note for note in job.notes)
     with pytest.raises(DpfedError, match="depth before classifier"):
         prepare(settings(section, run={"features": True}), texts())
@@ -235,11 +244,15 @@ def test_features_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(frozen_features, "split", heavy)
     assert (
-        prepare(config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, True, run={"memory_limit": 30}), images()
+        ).private.raw_inputs
         is not None
     )
     assert (
-        prepare(config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()).raw_inputs
+        prepare(
+            config_of("vit", tmp_path, "auto", run={"memory_limit": 29}), images()
+        ).private.raw_inputs
         is None
     )
     with pytest.raises(
@@ -255,7 +268,7 @@ def test_without_memory_for_features_the_whole_model_is_used(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(frozen_features, "_records", full)
-    assert prepare(config_of("vit", tmp_path, "auto"), images()).raw_inputs is None
+    assert prepare(config_of("vit", tmp_path, "auto"), images()).private.raw_inputs is None
     with pytest.raises(DpfedError, match="no room for the features on cpu"):
         prepare(config_of("vit", tmp_path, True), images())
 
@@ -272,9 +285,9 @@ def test_jobs_share_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first, other = job(), job(seed=3)
     assert made == [24, 6]
     assert first.model is other.model
-    assert first.records is other.records
-    assert first.test is other.test
-    assert job(precision="bf16").records is not first.records
+    assert first.private.records is other.private.records
+    assert first.public.test is other.public.test
+    assert job(precision="bf16").private.records is not first.private.records
     assert made == [24, 6, 24, 6]
     job(precision="bf16", eval_on="test")
     # Another half of the test set, with the same training records.
@@ -327,9 +340,9 @@ def test_processes_compare_the_records_and_not_their_features(tmp_path: Path) ->
     """Features differ in their last digits between processors."""
     job = prepare(config_of("vit", tmp_path), images())
     before = fingerprint(job)
-    job.records.inputs["features"].mul_(1 + 1e-6)
+    job.private.records.inputs["features"].mul_(1 + 1e-6)
     assert fingerprint(job) == before
-    assert job.raw_inputs is not None
+    assert job.private.raw_inputs is not None
     changed = images()
     changed.train.inputs["pixel_values"][0, 0, 0, 0] += 1
     assert fingerprint(prepare(config_of("vit", tmp_path), changed)) != before

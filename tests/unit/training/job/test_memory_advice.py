@@ -15,7 +15,7 @@ from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import PerSample
 from dpfed.registry import registry
 from dpfed.training.job.job import prepare
-from dpfed.training.job.memory_advice import caused_by_memory, smaller
+from dpfed.training.job.memory_advice import caused_by_memory, less_memory_advice
 
 CHATS = [{"messages": chat("a b", "c")}] * 8
 
@@ -33,22 +33,22 @@ def config_of(folder: str, run: dict[str, Any] | None = None, **model: Any) -> C
 def test_only_settings_that_are_left_are_named(tmp_path: Path) -> None:
     folder = chat_model(tmp_path)
     last = "or a smaller model or another run.device"
-    assert smaller(config_of(folder)) == (
+    assert less_memory_advice(config_of(folder)) == (
         'take a model.max_length below 14, run.precision = "bf16", '
         f'model.gradient_checkpointing = true, model.quantize = "4bit", {last}'
     )
     less = {"gradient_checkpointing": True, "quantize": "4bit"}
-    assert smaller(config_of(folder, {"precision": "bf16"}, **less)) == (
+    assert less_memory_advice(config_of(folder, {"precision": "bf16"}, **less)) == (
         f"take a model.max_length below 14, {last}"
     )
-    assert 'model.train = "lora"' in smaller(config_of(folder, train="full"))
-    assert "4bit" not in smaller(config_of(folder, train="full"))
+    assert 'model.train = "lora"' in less_memory_advice(config_of(folder, train="full"))
+    assert "4bit" not in less_memory_advice(config_of(folder, train="full"))
     digits = load(
         "digits",
         ("run.precision=bf16", "model.gradient_checkpointing=true", "privacy.sigma=1"),
         registry(),
     )
-    assert smaller(digits) == "take a smaller model or another run.device"
+    assert less_memory_advice(digits) == "take a smaller model or another run.device"
 
 
 @pytest.mark.parametrize("place", ["to", "raw_grads", "scores"])

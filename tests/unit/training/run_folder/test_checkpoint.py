@@ -231,7 +231,7 @@ def test_a_checkpoint_is_read_back_unchanged(tmp_path: Path) -> None:
         1.25,
         0.1 + 0.2,
     )
-    assert saved.taken.tolist() == [0, 3, 0]
+    assert saved.rounds_taken.tolist() == [0, 3, 0]
     for value in saved.progress.state.tensors().values():
         assert value.numpy().tobytes() == shared.numpy().tobytes()
     progress = Progress(8, State(state.server, float("inf")))

@@ -23,9 +23,10 @@ def test_the_table_equals_a_loop_over_records(tmp_path: Path) -> None:
     job = job_of("data.partition=dirichlet_classwise", "data.alpha=0.3")
     by_hand = np.zeros((5, 10), dtype=int)
     for client in range(5):
-        for record in job.shards.of(client):
-            by_hand[client, int(job.records.labels[record])] += 1
-    np.testing.assert_array_equal(label_counts(job), by_hand)
+        for record in job.private.shards.of(client):
+            by_hand[client, int(job.private.records.labels[record])] += 1
+    labels = job.private.records.labels.numpy()
+    np.testing.assert_array_equal(label_counts(labels, job.private.shards, 10), by_hand)
     write_label_counts(tmp_path, job)
     kept = json.loads((tmp_path / LABEL_COUNTS).read_text())
     assert kept["labels"] == by_hand.tolist()

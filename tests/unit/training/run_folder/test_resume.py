@@ -95,7 +95,7 @@ def test_added_rounds_give_the_results_of_a_longer_run(
     assert (after.server_worst, after.third_party) == (planned.server_worst, planned.third_party)
     # By hand: 20 records per client, batch 4, ten steps at noise 2.
     kind = Mechanism("poisson", 0.2, 2.0)
-    assert after.server_worst == pytest.approx(epsilon([(kind, 10)], 1e-5).value, rel=1e-9)
+    assert after.server_worst == pytest.approx(epsilon([(kind, 10)], 1e-5), rel=1e-9)
     assert after.server_worst > before.server_worst
     assert after.third_party > before.third_party
     assert after.void is None
