@@ -85,9 +85,10 @@ def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
         return words.get(key, key.removeprefix("algorithm."))
 
     keys = "|".join(map(re.escape, words))
-    # A key in quotes or brackets is an entry of `settings`, and one after a slash is a file.
+    # A key in quotes is an entry of `settings`, after a colon a part of a method, after a slash
+    # a file.
     sentence = re.sub(
-        rf"(?<![\w./'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
+        rf"(?<![\w./:;'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
     )
     return re.sub(r"= (true|false)\b", lambda match: f"= {match[1].capitalize()}", sentence)
 
