@@ -89,7 +89,9 @@ class Ways:
     def oracle(self, way: str, round: int) -> FleetOracle:
         isolation: Any = "fast" if way == "fast" else "exact"
         terms = RoundTerms(self._plan, Streams(0), round, [0], 1, isolation=isolation)
-        return FleetOracle(self._data, terms, PassLimits(places=self.places.get(way, 1)))
+        return FleetOracle(
+            self._data, terms, PassLimits(places=self.places.get(way, 1), kinds=self.model.kinds)
+        )
 
     def seconds(self, way: str, round: int) -> float:
         """Return the time of one step."""
