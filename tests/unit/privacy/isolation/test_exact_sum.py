@@ -45,7 +45,9 @@ def batch_of(sizes: list[int], client: list[int], place: list[int]) -> DrawnBatc
 
 def sums(rows: Tensor, batch: DrawnBatch, places: int, **how: Any) -> tuple[Tensor, Tensor]:
     gradients: Any = Gradients(rows)
-    exact = ExactSum(gradients, places, CLIP, how.get("rule", Clipping()), how.get("steps"))
+    kinds = how.get("kinds", places)
+    rule = how.get("rule", Clipping())
+    exact = ExactSum(gradients, places, kinds, CLIP, rule, how.get("steps"))
     return exact.sums(torch.zeros(2, rows.shape[1]), batch, how.get("watch"))
 
 
@@ -89,11 +91,22 @@ def test_a_unit_that_is_not_finite_counts_as_zero_and_leaves_nothing_at_its_plac
 def test_memory_and_passes_do_not_grow_with_a_unit() -> None:
     rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
     gradients: Any = Gradients(rows)
-    exact = ExactSum(gradients, 4, CLIP, Clipping(), None)
+    exact = ExactSum(gradients, 4, 1, CLIP, Clipping(), None)
     total, _ = exact.sums(torch.zeros(2, 5), batch_of([39, 1], [0, 1], [3, 3]))
     assert gradients.passes == [4] * 40
     mean = rows[:39].double().mean(0)
     torch.testing.assert_close(total[0], mean * min(1.0, CLIP / float(mean.norm())))
+
+
+def test_units_of_single_records_share_kinds() -> None:
+    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    batch = batch_of([1] * 6, [0, 0, 1, 1, 1, 0], [5, 1, 3, 1, 1, 7])
+    gradients: Any = Gradients(rows)
+    exact = ExactSum(gradients, 8, 2, CLIP, Clipping(), None)
+    total, _ = exact.sums(torch.zeros(2, 5), batch)
+    assert gradients.passes == [8, 8], "all six have an odd place, and a pass has four"
+    wanted, _ = sums(rows, batch, 8)
+    torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
 
 
 class Counting(Gradients):
@@ -120,7 +133,7 @@ def test_memory_follows_from_the_shape_of_a_pass_alone(several: bool) -> None:
         if not several and max(sizes) > 1:
             continue
         gradients: Any = Counting(rows, places=7)
-        exact = ExactSum(gradients, 7, CLIP, Clipping(), None, several)
+        exact = ExactSum(gradients, 7, 7, CLIP, Clipping(), None, several)
         exact.sums(torch.zeros(2, 5), batch_of(sizes, [0] * len(sizes), [0] * len(sizes)))
         assert len(gradients.alive) == sum(sizes)
         alive |= set(gradients.alive)
