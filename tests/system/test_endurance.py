@@ -33,7 +33,7 @@ from dpfed.training.run import run
 SEED = 27
 CLIENTS = 10
 ROUNDS = 30
-COHORT = 3
+COHORT = 2
 CAP = 12
 CLIENT_KILLS = 3
 SERVER_KILLS = 2
@@ -179,7 +179,7 @@ def test_a_long_federation_keeps_every_promise(tmp_path: Path) -> None:
             "min_clients": 1,
             "eval_every": 1,
         },
-        "federation": {"server": "hub", "timeout": 12.0, "retries": 0, "patience": ROUNDS},
+        "federation": {"server": "hub", "timeout": 15.0, "retries": 0, "patience": ROUNDS},
     }
     with Trial(tmp_path / "trial", CLIENTS, **sections) as trial:
         accuracies = simulated_accuracies(trial, tmp_path / "simulated")
