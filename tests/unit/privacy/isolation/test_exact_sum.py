@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed.privacy.clipping import Clipping
+from dpfed.accel.gradient_matrices import GradientMatrices
+from dpfed.privacy.clipping import Clipping, row_norms
 from dpfed.privacy.isolation.exact_sum import ExactSum
 from dpfed.privacy.sampling import DrawnBatch
 
@@ -107,6 +108,16 @@ def test_units_of_single_records_share_kinds() -> None:
     assert gradients.passes == [8, 8], "all six have an odd place, and a pass has four"
     wanted, _ = sums(rows, batch, 8)
     torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [[1], [10], [255, 3], [6026], [2**15, 7], [2**15 + 64]])
+def test_a_gradient_is_clipped_alike_at_all_places(sizes: list[int]) -> None:
+    """Places of one kind differ in their addresses, also while the norm is computed."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-12, 1.0, 1e12):
+        one = [scale * torch.randn(1, size, generator=generator) for size in sizes]
+        norm = row_norms(GradientMatrices.of([g.expand(72, -1).double() for g in one]).matrices)
+        assert torch.equal(norm, norm[:1].expand(72))
 
 
 class Counting(Gradients):
