@@ -138,8 +138,7 @@ class FleetOracle:
     ) -> None:
         """Prepare the random streams and constants of the round, without drawing a batch.
 
-        noise            noise source of each client that a failed round used, if this round is
-                         computed again; None for a round that is computed for the first time
+        noise            noise sources of a failed round that is computed again; None for new ones
         wait_for_charge  blocks until the charge is on disk; the oracle calls it before each release
         admit            raises an error to refuse theta `[S, P]`; called before gradients
         """
