@@ -53,8 +53,9 @@ class PerSample:
     rows     number of records in one pass of `scores` on a CPU
 
     `shares_passes` is False for a mixture of experts, and for a model whose records change the
-    rounding of each other. `places` is the number of records in a pass of exact isolation. If it
-    must be 1, `alone` says why (`places.settle_places`).
+    rounding of each other. `places` is the number of records in a pass of exact isolation, and
+    `kinds` the number of kinds of places. If both must be 1, `alone` says why
+    (`places.settle_places`).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class PerSample:
         self.rows = rows
         self.shares_passes = not has_experts(model)
         self.places = 1
+        self.kinds = 1
         self.alone: str | None = None
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.

@@ -151,7 +151,9 @@ class _Target:
             plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
         )
         data = PrivateData(job.model, records, shards, job.view)
-        limits = PassLimits(job.config.run.max_slots, places=job.model.places)
+        limits = PassLimits(
+            job.config.run.max_slots, places=job.model.places, kinds=job.model.kinds
+        )
         return self._make(data, terms, limits)
 
     def movement(self, theta: Tensor) -> float:
