@@ -3,7 +3,7 @@
 A malicious server chooses theta. The attack deletes one unit from a data set, keeps all other
 random draws (keys and places), and compares the clipped sums before noise is added. With exact
 isolation the sum moves by at most C, at every theta, and all other gradients stay bitwise equal.
-See docs/privacy.md, "Isolation of records".
+See docs/privacy/isolation.md.
 """
 
 from __future__ import annotations
