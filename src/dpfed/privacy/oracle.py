@@ -40,17 +40,6 @@ from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import PrivateData, RecordGradients
 from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 
-__all__ = [
-    "PRIVATE",
-    "FleetOracle",
-    "Isolation",
-    "PassLimits",
-    "PrivateData",
-    "RoundTerms",
-    "free",
-    "out_of_memory",
-]
-
 # The messages of this logger reveal private data. To see them, the user must set the level of this
 # logger by its name. A level that is set for all loggers does not enable them.
 PRIVATE = logging.getLogger("dpfed.private")
