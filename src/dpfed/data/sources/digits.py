@@ -1,4 +1,7 @@
-"""The 1,797 handwritten digits of 8x8 pixels in scikit-learn (Alpaydin, Kaynak 1998)."""
+"""The data source "digits": 1,797 handwritten digits of 8x8 pixels from scikit-learn.
+
+The data are by Alpaydin and Kaynak, 1998.
+"""
 
 from __future__ import annotations
 
