@@ -15,7 +15,7 @@ from dpfed.data.tables import Source, Table
 
 @dataclass(frozen=True)
 class Digits(DataSection):
-    """Handwritten digits, without a download. The test set has every fifth record of a class."""
+    """Handwritten digits, without a download. Every fifth record of a class is a test record."""
 
     name: str = "digits"
 

@@ -17,6 +17,7 @@ def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> s
 
     The hash covers names and shapes of all tensors, and the bytes of the frozen tensors.
 
+    space          names and shapes of the trainable tensors
     skip_replaced  True leaves out original modules that peft has replaced by trainable copies
     """
     digest = hashlib.sha256()
