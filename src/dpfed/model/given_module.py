@@ -29,7 +29,7 @@ _given: ContextVar[nn.Module | None] = ContextVar("given", default=None)
 
 @contextmanager
 def given_module(module: nn.Module | None) -> Iterator[None]:
-    """Within this context, let `model.name = "given"` build a copy of this module."""
+    """Within this context, let the setting `model.name = "given"` build a copy of `module`."""
     token = _given.set(module)
     try:
         yield

@@ -15,7 +15,7 @@ from dpfed.data.tables import Source, Table
 
 @dataclass(frozen=True)
 class Digits(DataSection):
-    """Handwritten digits, without a download. Every fifth record of a class is a test record."""
+    """Handwritten digits, without a download. Every fifth record of a class is for testing."""
 
     name: str = "digits"
 

@@ -1,4 +1,4 @@
-"""A hash of a model's frozen tensors, by which client and server check that their models agree."""
+"""A hash of a model's frozen tensors, to check that client and server have the same model."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ int8   torchao, weights only: one scale for each output row
 
 The two libraries only store the weights. For each matrix product, forward or backward, the layers
 here convert their weights back to floating point and compute like plain layers. The libraries' own
-products are not used. torchao's keep floating-point weights for the backward pass. Those of
-bitsandbytes have no gradients on a CPU in eval mode, and there they round differently than in
-training.
+products are not used. The product of one library keeps floating-point weights for the backward
+pass. The product of the other has no gradients on a CPU in eval mode, and there it rounds
+differently than in training.
 
 Other forms of quantisation are refused by name. The 8-bit form of bitsandbytes, for example, looks
 for outliers among all tokens of a batch, so one record changes the results of others.

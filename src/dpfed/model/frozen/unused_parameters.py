@@ -75,7 +75,7 @@ def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device, so that a pass cannot change the model."""
+    """Return a copy of the model on the meta device. A forward pass cannot change the original."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         empty = torch.empty_like(p, device="meta")
