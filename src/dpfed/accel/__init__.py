@@ -38,7 +38,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
 # Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
-# Devices, and triples (module, device, dtype), whose kernels were checked, with any result.
+# Devices, and triples (module, device, dtype), whose kernels were already checked, successfully or
+# not.
 _tried: set[object] = set()
 
 

@@ -67,7 +67,7 @@ def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
 def right(device: torch.device) -> bool:
     """Return True if the kernel gives the same result as a computation with Python's integers.
 
-    This test needs no plain PyTorch version. The call waits until the device has finished.
+    The call waits until the device has finished.
     """
     # The last key plus `start` exceeds 2^63, so this test also covers integer overflow.
     keys = (12345, -(2**61) - 7, 2**62)

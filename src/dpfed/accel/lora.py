@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dpfed.accel import nearly_equal, on_device
 
-# With fewer programs than this, a large GPU is partly idle. Several programs then share the columns
-# of the second product.
+# With fewer programs than this, a large GPU is partly idle. Several programs then share the second
+# product of `two_products`.
 BUSY = 264
 # Largest LoRA rank per dtype. Larger ranks need more shared memory than some supported GPUs have.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
@@ -154,12 +154,15 @@ def block(size: int, most: int) -> int:
 
 
 def piece(width: int) -> int:
-    """Return how many columns one loop step reads: 32 if only 32 divides `width`, otherwise 64."""
+    """Return how many columns of a matrix one loop step reads: 32 or 64.
+
+    It is 32 if `width` is a multiple of 32 but not of 64.
+    """
     return 32 if width % 64 and width % 32 == 0 else 64
 
 
 def fits(x: Tensor, r: int) -> bool:
-    """Return True if the kernels accept dtype and memory layout of `x` and the LoRA rank `r`."""
+    """Return True if the kernels accept the dtype and layout of `x` and the LoRA rank `r`."""
     return r <= MAX_RANK.get(x.dtype, 0) and x.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Llama models with random weights to measure, from a tiny one for a CPU to 8 billion numbers."""
+"""Llama models with random weights to measure, from tiny (for a CPU) to 8 billion parameters."""
 
 from __future__ import annotations
 

@@ -125,12 +125,12 @@ def measure(
 
 
 def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measured, ...]:
-    """Time all implementations in turn: in each round, every implementation runs one step.
+    """Time all implementations in turns: in each turn, every implementation runs one step.
 
-    The order rotates from round to round, so that each implementation is first equally often.
+    The order rotates from turn to turn, so that each implementation is first equally often.
 
-    repeats  number of timed rounds
-    warm     number of untimed steps of each implementation before the first round
+    repeats  number of timed turns
+    warm     number of untimed steps of each implementation before the first turn
     """
     ready: dict[str, tuple[Step, float]] = {}
     found: dict[str, Measured] = {}

@@ -42,8 +42,8 @@ def _private_model(
     model = parts.adapted.model
     space = parts.space.to(device)
     theta = space.flatten(trainable(model)).float().to(device).expand(case.clients, -1).clone()
-    # Convert the model before moving it to the device, where it may not fit before and after
-    # conversion.
+    # Convert the model before it moves to the device, whose memory may not hold the model in both
+    # dtypes.
     set_dtype(model, dtype)
     model.to(device)
 

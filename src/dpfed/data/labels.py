@@ -45,7 +45,7 @@ class Encoded:
 
 
 def no_labels(*records: int) -> Encoded:
-    """Return labels for tables without labels: zeros, and no classes.
+    """Return placeholder labels for tables without labels: zeros, and no classes.
 
     records  number of records of each table
     """

@@ -187,7 +187,7 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
 def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
     """Raise DpfedError if an image does not match the first image, or has wrong values.
 
-    Both must have the same size and type. Float pixels must be from 0 to 1.
+    Both images must have the same size and type. Float pixels must be from 0 to 1.
     """
     if pixels.shape[1:] != first.shape[1:]:
         raise DpfedError(

@@ -127,10 +127,10 @@ def dirichlet_equal(
 def dirichlet_classwise(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return each record's client, where the records of each class are divided by Dir(alpha).
+    """Return each record's client. The records of each class are divided by Dir(alpha).
 
-    Dir(alpha) is the Dirichlet distribution. Clients therefore have different numbers of records,
-    as in Hsu, Qi and Brown 2019.
+    Dir(alpha) is the Dirichlet distribution. Clients have different numbers of records, as in Hsu,
+    Qi and Brown 2019.
     """
     owner = np.full(len(labels), -1, dtype=np.int64)
     for c in range(int(labels.max()) + 1):

@@ -77,7 +77,10 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def loads(data: bytes) -> Any:
-    """Return the value in a pickle. Raise RefusedError if the pickle is more than plain data."""
+    """Return the value in a pickle of plain data: numbers, texts, lists, dictionaries and arrays.
+
+    Raise RefusedError for any other pickle.
+    """
     try:
         for opcode, argument, _ in pickletools.genops(data):
             # A memo index numbers a stored value. Refuse a huge one, because the unpickler would

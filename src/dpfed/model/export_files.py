@@ -31,7 +31,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Companions:
-    """Everything that an export writes for a model besides its weights and its card.
+    """Everything that an export writes for a model besides its weights and its model card.
 
     files        file name -> text of the file
     config       entries to set in the model's configuration, such as auto_map

@@ -33,7 +33,7 @@ def to_user_unit(model: nn.Module, head: str, spec: InputSpec) -> None:
 def to_standard_unit(model: nn.Module, head: str, spec: InputSpec) -> None:
     """Change a head that gives numbers in the user's unit so that it gives standardised numbers.
 
-    A new head has only zeros and does not change.
+    A new head, which has only zeros, is left unchanged.
     """
     layer = _last_layer(model, head)
     if can_convert(model, head) and (layer.weight.is_meta or bool(layer.weight.any())):

@@ -346,7 +346,10 @@ def text_of(value: Any) -> str:
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
-    """Return the class names in the file content `data`, or `official` if `data` is None."""
+    """Return the class names in the content `data` of a file.
+
+    If the file does not exist, so that `data` is None, return `official`, the published names.
+    """
     if data is None:
         return official
     if layout.head:

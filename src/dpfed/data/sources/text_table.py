@@ -157,7 +157,8 @@ class TextTable(DataSection):
         parts = []
         for table in (train, test):
             flags = [map(str, table.get(name, "data.label")) for name in columns]
-            # In CSV files 0 and 1 are read as texts; in other files they are numbers.
+            # The flags 0 and 1 are texts in CSV files and numbers in other files, so `flags` holds
+            # texts for both.
             rows = [[FLAGS.get(value, value) for value in row] for row in zip(*flags, strict=True)]
             parts.append(Column(rows, table.places()))
         return encode_as(task, parts, columns)

@@ -26,8 +26,8 @@ LAYERS = {
     "transformers.models.bert.modeling_bert.BertSelfAttention",
     "transformers.models.roberta.modeling_roberta.RobertaSelfAttention",
 }
-# transformers passes these arguments, but its attention layers do not read them. They can be
-# ignored here too.
+# BERT's attention in transformers accepts these arguments but does not read them. The faster
+# version therefore ignores them too.
 UNREAD = {"encoder_hidden_states", "position_ids"}
 
 

@@ -1,9 +1,9 @@
 """Gradient checkpointing: layers keep only their inputs and compute the rest again for gradients.
 
-Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The checkpointing of
-transformers would repeat a layer with the model's plain weights. Here the layer remembers each
-record's copy of its weights and each record's dropout key. The second computation is therefore
-bitwise equal to the first.
+Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The checkpointing in
+the transformers library would repeat a layer with the model's plain weights. Here the layer
+remembers each record's copy of its weights and each record's dropout key. The second computation is
+therefore bitwise equal to the first.
 """
 
 from __future__ import annotations

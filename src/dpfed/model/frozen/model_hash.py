@@ -1,4 +1,4 @@
-"""A hash of a model's frozen tensors, to check that client and server have the same model."""
+"""A hash of a model's frozen tensors, by which client and server compare their models."""
 
 from __future__ import annotations
 

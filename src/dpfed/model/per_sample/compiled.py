@@ -14,8 +14,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of the activations stored for the backward pass. Cheap ones are computed again: 1 % more
-# time, a sixth less memory (docs/performance.md).
+# Share of the activations that are stored. The cheap others are computed again, which takes 1 %
+# more time and saves a sixth of the memory (docs/performance.md).
 ACTIVATION_BUDGET = 0.8
 
 

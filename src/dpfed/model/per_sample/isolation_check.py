@@ -210,8 +210,8 @@ def records_mix(
 
     Two batches of the same shape are compared. In the second batch, the other records have other
     contents. Their client has large weights, so that their activations are outliers for
-    quantisation. A model that mixes records must compute each record alone if the user requires
-    exact isolation, where not even rounding may depend on other records.
+    quantisation. A model that mixes records must compute each record alone in exact isolation, the
+    setting in which not even rounding may depend on other records.
     """
     records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None

@@ -69,7 +69,7 @@ class Layout:
             self.pieces.append(piece)
 
     def index(self) -> Tensor:
-        """Return for each number of the vector its position in the row, `[P]`."""
+        """Return each vector number's position in the row, `[P]` for P trainable numbers."""
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
@@ -81,7 +81,7 @@ class Layout:
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
         """Return S vectors `[S, P]` as new rows `[S, length of a row]`, with zeros in the gaps.
 
-        P is the number of trainable numbers.
+        P is the number of trainable numbers. `dtype` is the dtype of the rows.
         """
         rows = vectors.new_zeros(vectors.shape[0], self.starts[-1], dtype=dtype)
         if self._index is not None:
@@ -91,9 +91,9 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return S rows as vectors `[S, P]`. If both layouts are equal, nothing is copied.
+        """Return S rows as vectors `[S, P]`, for P trainable numbers.
 
-        P is the number of trainable numbers.
+        If rows and vectors have the same layout, return `rows` itself.
         """
         if self.is_vector:
             return rows
