@@ -1,10 +1,9 @@
 """Triton kernel for keyed dropout, which reads and writes each number once.
 
-Keyed dropout draws its mask from a random key of each record, so a record's mask does not depend on
-the other records of the batch. The mask is a hash of the key and the position. It is never stored:
-the backward pass computes it again. The same function in plain PyTorch is in
-`accel.operators.dropout`. Importing this module needs triton: import it only where `accel.usable`
-returns True.
+Keyed dropout draws its mask from a random key of each record. A record's mask therefore does not
+depend on the other records of the batch. The mask is a hash of the key and the position. It is
+never stored: the backward pass computes it again. `accel.operators.dropout` has this function in
+plain PyTorch. Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations

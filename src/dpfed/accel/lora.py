@@ -5,9 +5,8 @@ outer          s Xᵀ L; the gradient of A or of B
 
 A and B are LoRA's two matrices, and s, s1 and s2 are numbers. For M samples with n positions each,
 X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B, or B and A; they may have
-any strides. All sums are in float32. The same products in plain PyTorch are in
-`accel.operators.lora`. Importing this module needs triton: import it only where `accel.usable`
-returns True.
+any strides. All sums are in float32. `accel.operators.lora` has these products in plain PyTorch.
+Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 `places` is the number of positions at which the convolution puts its kernel of h x w pixels. A
 plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result. These
-numbers may belong to several planes, so that a program also has enough work with small images. The
-same operations in plain PyTorch are in `accel.operators.patches`.
+numbers may belong to several planes, so that a program also has enough work with small images.
+`accel.operators.patches` has these operations in plain PyTorch.
 """
 
 from __future__ import annotations

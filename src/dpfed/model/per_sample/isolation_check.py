@@ -1,8 +1,9 @@
 """The isolation check: every tensor trains, and no synthetic record changes another's gradient.
 
-These are errors: a tensor has gradient zero, an update of all trainable tensors does not change the
-output, or per-sample gradients differ from gradients of records that are computed alone. Trainable
-tensors are first changed at random, because LoRA's B = 0 makes the gradient of A zero.
+These are errors: a tensor has gradient zero, or a change of all trainable tensors leaves the output
+unchanged. It is also an error if per-sample gradients differ from gradients of records that are
+computed alone. Trainable tensors are first changed at random, because LoRA's B = 0 makes the
+gradient of A zero.
 
 The gradient of a ReLU jumps at zero, and rounding may decide on which side of zero its input lies.
 A small difference is therefore accepted if both of these conditions hold:
