@@ -89,7 +89,7 @@ def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _is_matrix(grad: Tensor) -> bool:
-    """Return True if the gradient of one tensor can be a matrix alone, without a copy.
+    """Return True if the gradient of one tensor can be a gradient matrix by itself, without a copy.
 
     It must be large and contiguous, and its rows must have a multiple of 64 numbers.
     """
@@ -119,7 +119,7 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Return the result of `row_squares`, computed by plain PyTorch with pieces of 256 columns.
+    """Return the sum of squares of each piece of 256 columns of each row, by plain PyTorch.
 
     The norm of a piece is computed in float64 for float64 rows, else in float32. The square of the
     norm is float64.
@@ -154,7 +154,8 @@ def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
 def three_parts(weights: Tensor) -> Tensor:
     """Split float32 `weights [S, M]` into three bfloat16 matrices whose sum is `weights`.
 
-    The three matrices are returned as one, stacked as `[3*S, M]`.
+    The product of two bfloat16 numbers is exact in float32, so each part can be multiplied by
+    bfloat16 gradients. The three matrices are returned as one, stacked as `[3*S, M]`.
     """
     parts: list[Tensor] = []
     rest = weights

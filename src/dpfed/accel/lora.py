@@ -145,9 +145,10 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 
 
 def block(size: int, most: int) -> int:
-    """Return the side of a tile for `size` rows: the next power of two, from 16 to `most`.
+    """Return the side of a tile, the block of numbers that one GPU program computes.
 
-    A GPU's tensor cores need a side of at least 16.
+    It is the smallest power of two that is at least `size`, but from 16 to `most`. A GPU's tensor
+    cores need a side of at least 16.
     """
     return int(min(most, max(16, triton.next_power_of_2(size))))
 

@@ -37,7 +37,7 @@ Way = tuple[str, Callable[[], Step]]
 
 @dataclass(frozen=True)
 class Measured:
-    """The time and memory of one implementation.
+    """The time and memory of one implementation of a training step.
 
     way           name of the implementation
     milliseconds  median wall-clock time of a step; None if the implementation failed
@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The timings of one case, one for each implementation.
+    """The timings of one case (a model with its clients), one for each implementation of a step.
 
     The other fields repeat the settings of the case, as in `Case`.
     """
@@ -97,7 +97,7 @@ class Comparison:
 def measure(
     way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int
 ) -> Measured:
-    """Time one implementation alone, then free the memory that it has allocated.
+    """Time one implementation of a training step alone, then free the memory that it has allocated.
 
     way      name of the implementation
     make     prepares the implementation and returns a function that runs one step
@@ -175,7 +175,7 @@ def _timed(step: Step, cuda: bool) -> tuple[float, float]:
 
 
 def failure(way: str, error: Exception) -> Measured:
-    """Return the result of an implementation that failed, with the error in one line.
+    """Return the result of an implementation whose step failed, with the error in one line.
 
     If a package is missing, the line gives the command that installs it.
     """

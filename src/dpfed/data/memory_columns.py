@@ -72,7 +72,7 @@ def plain(values: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the values of one column of several data sets, one data set after the other."""
+    """Join the values that several data sets have for one column, in the order of the data sets."""
     if all(has_columns(part) for part in parts):
         import pandas
 

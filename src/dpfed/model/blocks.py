@@ -102,7 +102,8 @@ def block_index(
 ) -> tuple[list[str], Tensor]:
     """Return the names of the blocks, and for each trainable number the index of its block.
 
-    The indices are int64 `[P]`, for a model with P trainable numbers.
+    A block is a group of numbers that share one second moment. The indices are int64 `[P]`, for a
+    model with P trainable numbers.
 
     shapes        shapes of the trainable tensors, in the order of the flat vector
     architecture  the model's attention layers; None makes each tensor one block

@@ -120,6 +120,9 @@ def describe_space(
 
 
 def block_sizes(space: Space) -> dict[str, int]:
-    """Return the number of trainable parameters in each block, by the name of the block."""
+    """Return the number of trainable parameters in each block, by the name of the block.
+
+    A block is a group of parameters that share one second moment.
+    """
     counts = torch.bincount(space.blocks, minlength=space.num_blocks).tolist()
     return dict(zip(space.block_names, counts, strict=True))

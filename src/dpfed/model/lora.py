@@ -158,7 +158,8 @@ def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
 
     These are all linear layers except the heads and the output layer of a language model. A model
     without such layers, for example a CNN, gets adapters in its convolutions. The names are given
-    in full, because peft's "all-linear" would also adapt tensors of experts and routers.
+    in full, because peft's "all-linear" would also adapt experts and routers of a mixture of
+    experts.
     """
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     inside_heads = tuple(f"{head}." for head in heads)

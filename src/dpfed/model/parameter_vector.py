@@ -1,7 +1,4 @@
-"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks.
-
-A block is a group of numbers that share one second moment in Adam-like optimizers.
-"""
+"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks."""
 
 from __future__ import annotations
 
@@ -21,6 +18,8 @@ CHUNK = 32
 @dataclass(frozen=True)
 class Space:
     """The layout of all trainable tensors in one vector of length P (`size`), and its blocks.
+
+    A block is a group of numbers that share one second moment in Adam-like optimizers.
 
     names, shapes  names and shapes of the tensors, in the order of the vector
     block_names    names of the blocks

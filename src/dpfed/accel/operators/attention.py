@@ -183,9 +183,10 @@ def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _tile_side(count: int) -> int:
-    """Return the side of a tile for `count` rows: the next power of two, at least 16.
+    """Return the side of a tile, the block of numbers that one GPU program computes.
 
-    A GPU's tensor cores need a side of at least 16.
+    It is the smallest power of two that is at least `count`, and at least 16, as a GPU's tensor
+    cores need.
     """
     return max(16, 1 << (count - 1).bit_length())
 

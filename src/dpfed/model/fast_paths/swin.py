@@ -174,7 +174,7 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """Return the hidden states as images, as a view without copying memory.
+        """Return the hidden states as images, by a reshape without a copy.
 
         The code of transformers makes a copy, although most callers do not use these images.
         """

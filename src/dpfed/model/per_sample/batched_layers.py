@@ -179,8 +179,8 @@ def _half_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-# Plain class -> batched class. For a subclass of a plain class `vmap_layer` is used, because the
-# subclass may have another forward pass.
+# Plain class -> batched class, which accepts one copy of its weights per record. Subclasses of a
+# plain class may have another forward pass; they use `vmap_layer`.
 BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: BatchedLinear,
     nn.LayerNorm: BatchedLayerNorm,
@@ -192,13 +192,19 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 @once_per_class
 def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class, which computes all records by one `vmap`."""
+    """Return a subclass that accepts one copy of its weights per record, for any module class.
+
+    It computes all records by one `vmap`.
+    """
     return _mapped_layer(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
 
 
 @once_per_class
 def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class, which computes one record after another."""
+    """Return a subclass that accepts one copy of its weights per record, for any module class.
+
+    It computes one record after another.
+    """
     return _mapped_layer(cls, _by_loop)
 
 
@@ -273,10 +279,11 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Make Swin's position bias batched, together with its parent, the attention layer.
+    """Let Swin's position bias accept one copy of its weights per record. Return True if done.
 
-    Return True if the module is such a bias. Return False for any other module, which does not
-    change. The bias has no input, so the parent tells it how many windows each record has.
+    The class of its parent, the attention layer, is replaced too: the bias has no input, so the
+    parent tells it how many windows each record has. Return False for any other module, which does
+    not change.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

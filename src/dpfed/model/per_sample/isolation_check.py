@@ -27,11 +27,12 @@ from dpfed.model.per_sample.failing_layer import failing_layer
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
-# Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
+# Largest difference between a record's gradient alone and in a batch that rounding can explain,
+# relative to the norm of the tensor's gradient.
 TOLERANCE = 1e-3
-# A ReLU with an input near zero can explain relative differences up to this value.
+# A ReLU with an input near zero can explain relative differences of gradients up to this value.
 RELU_TOLERANCE = 0.1
-# Largest relative difference that is accepted in double precision.
+# Largest accepted difference like TOLERANCE if both gradients are computed in double precision.
 DOUBLE_TOLERANCE = 1e-7
 # How many other random weights to try. In a deep network, most random weights give some ReLU an
 # input near zero, so the check needs many attempts.
@@ -39,7 +40,8 @@ MAX_DRAWS = 16
 # Rounding errors are at most this share of the norm of all gradients. The bias of an attention key
 # has a true gradient of zero, so all of its gradient is rounding.
 ROUNDING = 1e-6
-# Factor for the weights of the other records, which makes their activations outliers.
+# In `records_mix`, factor for the weights of the other records. It makes their activations
+# outliers.
 OUTLIERS = 100.0
 
 

@@ -20,7 +20,7 @@ LARGE = 2**15
 
 @dataclass
 class Piece:
-    """A sequence of numbers that are adjacent both in the flat vector and in the row.
+    """Numbers that are adjacent both in the flat vector and in the row, its second layout.
 
     vector  index of the first number in the vector
     row     index of the first number in the row
@@ -35,11 +35,11 @@ class Piece:
 
 
 class Layout:
-    """The positions of all trainable tensors in a row, with conversions from and to flat vectors.
+    """The row, a second layout of the flat vector, and conversions in both directions.
 
     space       the layout of the flat vector
     transposed  for each tensor, True if the row holds its transpose
-    step        each tensor starts at a multiple of this many numbers
+    step        each tensor starts at a multiple of this many numbers, so there may be gaps
 
     Numbers are copied in pieces, which are adjacent in both layouts. A few large pieces are copied
     one by one. Many small pieces are copied together, with one index per number.
@@ -69,7 +69,10 @@ class Layout:
             self.pieces.append(piece)
 
     def index(self) -> Tensor:
-        """Return each vector number's position in the row, `[P]` for P trainable numbers."""
+        """Return for each number of the flat vector its position in the row, `[P]`.
+
+        The row is the second layout of the P trainable numbers.
+        """
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
@@ -79,9 +82,9 @@ class Layout:
         return torch.cat(places)
 
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return S vectors `[S, P]` as new rows `[S, length of a row]`, with zeros in the gaps.
+        """Return S flat vectors `[S, P]` as rows `[S, length of a row]`, with zeros in the gaps.
 
-        P is the number of trainable numbers. `dtype` is the dtype of the rows.
+        The row is the second layout of the P trainable numbers. `dtype` is the dtype of the rows.
         """
         rows = vectors.new_zeros(vectors.shape[0], self.starts[-1], dtype=dtype)
         if self._index is not None:
@@ -91,9 +94,10 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return S rows as vectors `[S, P]`, for P trainable numbers.
+        """Return S rows as flat vectors `[S, P]`.
 
-        If rows and vectors have the same layout, return `rows` itself.
+        The row is the second layout of the P trainable numbers. If it equals the first layout,
+        return `rows` itself.
         """
         if self.is_vector:
             return rows

@@ -18,7 +18,9 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
-    """Make the modules in `WHOLE` that hold a trained tensor batched, by replacing their classes.
+    """Let the modules in `WHOLE` that hold a trained tensor accept one copy of it per record.
+
+    The classes of these modules are replaced in place.
 
     trained  the `id` of each trained tensor
     """
@@ -33,10 +35,10 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
 
 @once_per_class
 def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of DeBERTa's attention.
+    """Return a subclass of DeBERTa's attention that accepts one copy of its weights per record.
 
-    The attention has a table of relative positions, `[rows, width]`. The batched version also
-    accepts one copy of the table for each of M records, `[M, rows, width]`.
+    The attention has a table of relative positions, `[rows, width]`. The subclass also accepts one
+    copy of the table for each of M records, `[M, rows, width]`.
     """
 
     def single(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
@@ -56,10 +58,10 @@ def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
 
 @once_per_class
 def _batched_mpnet(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of MPNet's encoder.
+    """Return a subclass of MPNet's encoder that accepts one copy of its weights per record.
 
-    The plain encoder reads one table of position biases for all records. In the batched version
-    each record reads its own copy of the table.
+    The plain encoder reads one table of position biases for all records. In the subclass each
+    record reads its own copy of the table.
     """
     plain: Any = cls
 
