@@ -31,9 +31,9 @@ HUGE = 1e30
 def squares(rows: Tensor) -> Tensor:
     """Return the sum of squares of each piece of 4096 numbers, float32 `[M, ⌈P/4096⌉]`.
 
-    `rows` is `[M, P]`. The sum of a piece with NaN or infinity is not finite. Each square goes
-    through about two dozen additions of positive numbers, so a sum has a relative error below 24 ·
-    2^-24.
+    `rows` has the gradients of M records with P numbers each, `[M, P]`. The sum of a piece with NaN
+    or infinity is not finite. Each square goes through about two dozen additions of positive
+    numbers. The relative error of a sum is therefore below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)

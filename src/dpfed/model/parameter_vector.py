@@ -1,4 +1,7 @@
-"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks."""
+"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks.
+
+A block is a group of numbers that share one second moment in Adam-like optimizers.
+"""
 
 from __future__ import annotations
 

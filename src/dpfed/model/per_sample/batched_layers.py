@@ -192,7 +192,7 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 @once_per_class
 def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that accepts one copy of its weights per record, for any module class.
+    """Return a subclass of any module class that accepts one copy of its weights per record.
 
     It computes all records by one `vmap`.
     """
@@ -201,7 +201,7 @@ def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
 
 @once_per_class
 def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that accepts one copy of its weights per record, for any module class.
+    """Return a subclass of any module class that accepts one copy of its weights per record.
 
     It computes one record after another.
     """

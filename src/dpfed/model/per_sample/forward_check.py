@@ -24,7 +24,8 @@ from dpfed.model.zoo.built import Built, Prepare
 # Standard deviation of random numbers that are added to the trainable weights. A head of zeros
 # would give zeros for every input and so hide errors.
 SPREAD = 0.02
-# Largest relative difference between a record's two outputs that rounding can explain.
+# Largest relative difference, explained by rounding, between the outputs of a record alone and in a
+# padded batch.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
