@@ -3,10 +3,11 @@
 accel/NAME.py            the kernels; importing one of these modules needs triton
 accel/operators/NAME.py  the operators that other packages call and that start the kernels
 
-The switch is `usable`. It returns False without a GPU, without triton and with `DPFED_KERNELS=0`.
-Each module of kernels has a function `right`, which compares the kernels with plain PyTorch. This
-function is called before the kernels are first used on a device. If kernels fail to build or give
-wrong numbers, a warning says so and plain PyTorch runs instead.
+The switch is the function `usable`. It returns False without a GPU, without triton and with the
+environment variable `DPFED_KERNELS=0`. Each module of kernels has a function `right`, which
+compares the kernels with plain PyTorch. This function is called before the kernels are first used
+on a device. If kernels fail to build or give wrong numbers, a warning says so and plain PyTorch
+runs instead.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
 # The dtypes that the kernels accept.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# `works` checks these modules for all dtypes together. The other modules are checked per dtype.
+# `works` checks these modules together, for all dtypes. `kernels_for` checks each other module when
+# it is first needed, separately for each dtype.
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
 # Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
-# Devices and triples (module, device, dtype) that were checked, with or without success.
+# Devices, and triples (module, device, dtype), whose kernels were already checked, successfully or
+# not.
 _tried: set[object] = set()
 
 
 def usable(x: Tensor) -> bool:
-    """Return True if kernels can be used for the device and dtype of `x`. Return False in vmap.
+    """Return True if the kernels can be used for the device and dtype of `x` at this moment.
 
-    The first call on a device checks the kernels, which is impossible during a CUDA graph capture.
-    During a capture, the result for an unchecked device is therefore False.
+    The result is False inside `torch.vmap`. The first call on a device checks the kernels, which is
+    impossible during a CUDA graph capture. For an unchecked device the result is then False.
     """
-    # Test for vmap first: inside it, even the check of the kernels would fail.
+    # Test for vmap first: inside it, the check of the kernels below would fail.
     if torch._C._are_functorch_transforms_active() or x.dtype == torch.float64:
         return False
     if interpreted or not x.is_cuda:
@@ -79,7 +82,11 @@ def _module(name: str) -> ModuleType:
 
 
 def kernels_for(name: str, x: Tensor) -> ModuleType | None:
-    """Return the module `accel.<name>` if its kernels can be used for `x`, else None."""
+    """Return the module `accel.<name>` if its kernels can be used for `x`, else None.
+
+    The first call for a device and a dtype checks the kernels. During a CUDA graph capture the
+    check is impossible, so the result for unchecked kernels is then None.
+    """
     if not usable(x):
         return None
     if name in ALWAYS_CHECKED:
@@ -102,14 +109,14 @@ def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Mod
 
 
 def passes_check(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Return the result of `right`, which checks the kernels named `which` on `device`.
+    """Run the check `right` of the kernels named `which` on `device`, and return its result.
 
     If `right` returns False or raises an error, log a warning and return False. Only an
     out-of-memory error is raised again.
 
-    `right` runs in a new thread, because the caller may have switched gradients off. `right` must
-    not compute gradients on a GPU: the caller may be PyTorch's thread for such gradients, which
-    would then wait for itself.
+    `right` runs in a new thread, because the caller may have switched gradients off in its own.
+    `right` must not compute gradients on a GPU. PyTorch computes those in one thread per GPU, and
+    that thread may be the caller, which would then wait for itself: a deadlock.
     """
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -128,13 +135,17 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
 
 
 def nearly_equal(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if the norm of `found - wanted` is at most 2 % of the norm of `wanted`.
+    """Return True if a kernel's result `found` differs from the exact `wanted` by at most 2 %.
 
-    `wanted` is float64. Rounding to half precision causes differences below 2 %.
+    The norm of the difference is compared with the norm of `wanted`, which is float64. Rounding to
+    half precision causes smaller differences than 2 %.
     """
     return bool((found.double() - wanted).norm() <= 0.02 * wanted.norm())
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context that makes the GPU of `x` current, because Triton starts kernels there."""
+    """Return a context manager that makes the GPU of `x` the current GPU; on a CPU it does nothing.
+
+    Triton starts kernels on the current GPU.
+    """
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,9 +1,9 @@
 """Triton kernel for keyed dropout, which reads and writes each number once.
 
-The dropout mask is a hash of the record's key and the position. The mask is never stored: the
-backward pass computes it again. The same function in plain PyTorch is in
-`accel.operators.dropout`.
-Importing this module needs triton: import it only where `accel.usable` returns True.
+Keyed dropout draws its mask from a random key of each record. A record's mask therefore does not
+depend on the other records of the batch. The mask is a hash of the key and the position. It is
+never stored: the backward pass computes it again. `accel.operators.dropout` has this function in
+plain PyTorch. Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def fits(x: Tensor, key: Tensor, rule: Tensor) -> bool:
 def right(device: torch.device) -> bool:
     """Return True if the kernel gives the same result as a computation with Python's integers.
 
-    The call waits for the device.
+    The call waits until the device has finished.
     """
-    # The last key plus `start` exceeds 2^63, so that the check covers overflow.
+    # The last key plus `start` exceeds 2^63, so this test also covers integer overflow.
     keys = (12345, -(2**61) - 7, 2**62)
     start = 2**62 + 11
     dropped = 2**22
@@ -80,7 +80,7 @@ def right(device: torch.device) -> bool:
     mask = kept.float() / (1 - torch.tensor(dropped).float() * 2.0**-24)
     key = torch.tensor(keys, device=device)
     rule = torch.tensor([start, dropped], device=device)
-    # Triton's interpreter truncates to bf16 instead of rounding, so bf16 is checked only on a GPU.
+    # Test bfloat16 only on a GPU: Triton's interpreter truncates to bfloat16 instead of rounding.
     types = FLOATS if device.type == "cuda" else (torch.float32, torch.float16)
     return all(
         torch.equal(drop(x.to(device, t), key, rule).cpu(), x.to(t) * mask.to(t)) for t in types

@@ -1,7 +1,8 @@
 """Join the per-record gradients of all tensors into few matrices, and compute with their rows.
 
-The functions compute squared norms and weighted sums of rows, and set rows to zero. They use the
-kernels of `accel.rows` where these kernels are usable, and plain PyTorch elsewhere.
+A row is the gradient of one record. The functions compute squared norms and weighted sums of rows,
+and set rows to zero. They use the kernels of `accel.rows` where these kernels are usable, and plain
+PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 from dpfed.accel import kernels_for
 
 ALIGNED = 64
-# A tensor with at least this many columns forms a matrix alone, without other tensors. The
-# additional kernel launches cost less than a copy of the tensor.
+# The gradient of a tensor with this many numbers forms a matrix alone, without other tensors. One
+# more matrix costs some kernel launches, but less than a copy of a large gradient.
 LARGE = 2**15
-# Number of columns in a piece of a row.
+# Squared norms are first computed for pieces of a row; each piece has this many columns.
 PIECE = 256
 
 
@@ -26,8 +27,8 @@ PIECE = 256
 class GradientMatrices:
     """The gradients of M records, as few matrices with one row per record.
 
-    matrices  `[M, columns]` each; one matrix may hold several tensors side by side
-    groups    for each matrix, the indices of the tensors that it holds
+    matrices  `[M, columns]` each; one matrix may hold the gradients of several tensors side by side
+    groups    for each matrix, the indices of the tensors whose gradients it holds
     sizes     for each tensor, its number of columns
     """
 
@@ -42,10 +43,10 @@ class GradientMatrices:
         return cls(matrices, groups, [g.shape[1] for g in grads])
 
     def clear(self, keep: Tensor) -> None:
-        """Remove NaN and infinity from the rows where `keep [M]` is False, in place.
+        """Set NaN and infinity to zero in the rows of rejected records, where `keep [M]` is False.
 
-        Rows where `keep` is False get weight 0 in `weighted_sum`, but 0 times NaN is NaN. The
-        other rows must be finite; they do not change.
+        The matrices are changed in place. The rejected rows get weight 0 in `weighted_sum`, but 0
+        times NaN is NaN. The rows of all other records must be finite; their values do not change.
         """
         for rows in self.matrices:
             kernels = kernels_for("rows", rows)
@@ -55,11 +56,17 @@ class GradientMatrices:
                 kernels.zero_rows(rows, keep)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Return the matrix product `[S, P]` of `weights [S, M]` and all gradients `[M, P]`."""
+        """Return the matrix product `[S, P]` of `weights [S, M]` and all gradients `[M, P]`.
+
+        S is the number of sums, M the number of records, and P the number of trainable numbers.
+        """
         return self.in_order(weighted_sums(weights, self.matrices))
 
     def in_order(self, sums: Sequence[Tensor]) -> Tensor:
-        """Join `sums`, one `[S, columns]` per matrix, to `[S, P]` in the original tensor order."""
+        """Join `sums`, one `[S, columns]` per matrix, to `[S, P]` in the tensors' original order.
+
+        S is the number of sums, and P the number of trainable numbers.
+        """
         if len(self.groups) == 1:
             return sums[0][:, : sum(self.sizes)]
         parts: dict[int, Tensor] = {}
@@ -72,21 +79,27 @@ class GradientMatrices:
 
 
 def grouped(grads: Sequence[Tensor]) -> list[list[int]]:
-    """Return a list of tensor indices per matrix: large tensors alone, the others together."""
+    """Assign the tensors to matrices: a large tensor alone, all others together in the last matrix.
+
+    Return one list of tensor indices per matrix.
+    """
     alone = [[i] for i, g in enumerate(grads) if _is_matrix(g)]
     together = [i for i, g in enumerate(grads) if not _is_matrix(g)]
     return [*alone, together] if together else alone
 
 
 def _is_matrix(grad: Tensor) -> bool:
-    """Return True if this tensor alone forms a matrix: it is large, aligned and contiguous."""
+    """Return True if the gradient of one tensor can be a gradient matrix by itself, without a copy.
+
+    It must be large and contiguous, and its rows must have a multiple of 64 numbers.
+    """
     return grad.shape[1] >= LARGE and grad.shape[1] % ALIGNED == 0 and grad.is_contiguous()
 
 
 def matrix_of(grads: Sequence[Tensor]) -> Tensor:
-    """Return the gradients `[M, n]` side by side as one matrix.
+    """Join the gradients of several tensors, each `[M, n]` with its own n, side by side.
 
-    A single large tensor is returned without a copy. Otherwise columns of zeros at the end make
+    A single large gradient is returned without a copy. Otherwise columns of zeros at the end make
     the length of a row a multiple of 64. The zeros change no sum.
     """
     if len(grads) == 1 and _is_matrix(grads[0]):
@@ -96,9 +109,9 @@ def matrix_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Return sums of squares, `[M, pieces]`, of the pieces into which each row is cut.
+    """Return the sum of squares of each piece of each row, `[M, pieces]`, for M rows.
 
-    The squared norm of a row is the sum over its pieces.
+    A piece is a range of adjacent columns. The squared norm of a row is the sum over its pieces.
     """
     kernels = kernels_for("rows", rows)
     squares: Tensor = piece_squares(rows) if kernels is None else kernels.squares(rows)
@@ -106,10 +119,10 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def piece_squares(rows: Tensor) -> Tensor:
-    """Return `row_squares` in plain PyTorch, with pieces of 256 numbers.
+    """Return the sum of squares of each piece of 256 columns of each row, by plain PyTorch.
 
-    The norm of a piece is computed in float64 for float64 rows, else in float32. The square of
-    the norm is float64.
+    The norm of a piece is computed in float64 for float64 rows, else in float32. The square of the
+    norm is float64.
     """
     precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
     whole = rows.shape[1] // PIECE * PIECE
@@ -120,11 +133,12 @@ def piece_squares(rows: Tensor) -> Tensor:
 
 
 def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the matrix product of `weights [S, M]` and each matrix `[M, n]`, in weights' dtype.
+    """Return the product of `weights [S, M]` and each matrix `[M, n]`, in the dtype of `weights`.
 
-    bfloat16 rows on a GPU are not copied to float32. Instead each float32 weight is split into
-    three bfloat16 numbers. Their products with the rows are exact in float32, and tensor cores add
-    them in float32.
+    Each of the S rows of `weights` gives one weighted sum of the gradients of M records. bfloat16
+    gradients on a GPU are not copied to float32, which would need more memory. Instead each float32
+    weight is split into three bfloat16 numbers. Their products with the gradients are exact in
+    float32, and the GPU's tensor cores add them in float32.
     """
     parts = None
     sums = []
@@ -138,7 +152,11 @@ def weighted_sums(weights: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def three_parts(weights: Tensor) -> Tensor:
-    """Return three bfloat16 matrices, stacked as `[3*S, M]`, whose sum is `weights [S, M]`."""
+    """Split float32 `weights [S, M]` into three bfloat16 matrices whose sum is `weights`.
+
+    The product of two bfloat16 numbers is exact in float32, so each part can be multiplied by
+    bfloat16 gradients. The three matrices are returned as one, stacked as `[3*S, M]`.
+    """
     parts: list[Tensor] = []
     rest = weights
     for _ in range(3):
@@ -148,5 +166,5 @@ def three_parts(weights: Tensor) -> Tensor:
 
 
 def sum_of_parts(products: Tensor) -> Tensor:
-    """Add the products of the three matrices of `three_parts`: `[3*S, n]` -> `[S, n]`."""
+    """Add the three products of `three_parts` with a matrix, stacked as `[3*S, n]`, to `[S, n]`."""
     return products.view(3, len(products) // 3, -1).sum(0)

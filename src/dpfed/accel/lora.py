@@ -1,11 +1,11 @@
 """Triton kernels for the matrix products of LoRA, where each sample has its own A and B.
 
-    two_products   L = s1 X W1, then Y += s2 L W2; an adapter's forward pass or the gradient of X
-    outer          s Xᵀ L; the gradient of A or of B
+two_products   L = s1 X W1, then Y += s2 L W2; an adapter's forward pass or the gradient of X
+outer          s Xᵀ L; the gradient of A or of B
 
+A and B are LoRA's two matrices, and s, s1 and s2 are numbers. For M samples with n positions each,
 X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B, or B and A; they may have
-any strides. All sums are in float32.
-The same products in plain PyTorch are in `accel.operators.lora`.
+any strides. All sums are in float32. `accel.operators.lora` has these products in plain PyTorch.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dpfed.accel import nearly_equal, on_device
 
-# Number of programs that fill a large GPU twice. If there are fewer tiles than this, several
-# programs share the second product of a tile, so that the GPU is better filled.
+# With fewer programs than this, a large GPU is partly idle. Several programs then share the second
+# product of `two_products`.
 BUSY = 264
-# Largest LoRA rank per dtype. Larger ranks do not fit the shared memory of every supported GPU.
+# Largest LoRA rank per dtype. Larger ranks need more shared memory than some supported GPUs have.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
@@ -66,7 +66,10 @@ def _outer(
     x, low, out, n, d, r, s, x_m, low_m, out_m,
     N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `s xᵀ low` for D columns of one sample: `[D, r]`, or the transpose if WIDE."""
+    """Compute `s xᵀ low` for D columns of one sample: `[D, r]`, or the transpose if WIDE.
+
+    `low` is `[n, r]` with LoRA rank r and `x` is `[n, d]`, both for the n positions of the sample.
+    """
     sample = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * D + tl.arange(0, D)
     ranks = tl.arange(0, R)
@@ -99,9 +102,10 @@ def _outer(
 
 
 def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: float) -> Tensor:
-    """Add `s2 (s1 x w1) w2` to `y` in place and return `s1 x w1`.
+    """Compute `low = s1 x w1`, add `s2 low w2` to `y` in place, and return `low`.
 
-    The shapes are x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]` and y `[M, n, d2]`.
+    The shapes are x `[M, n, d1]`, w1 `[M, d1, r]`, w2 `[M, r, d2]` and y `[M, n, d2]`: M samples
+    with n positions each, and LoRA rank r.
     """
     samples, n, d1 = x.shape
     r, d2 = w2.shape[1:]
@@ -123,9 +127,10 @@ def two_products(x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, s1: float, s2: fl
 
 
 def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
-    """Return `s xᵀ low` as `[M, d, r]`, or its transpose `[M, r, d]` if `wide`.
+    """Return the product `s xᵀ low` as `[M, d, r]`, or its transpose `[M, r, d]` if `wide`.
 
-    The shapes are x `[M, n, d]` and low `[M, n, r]`.
+    The shapes are x `[M, n, d]` and low `[M, n, r]`: M samples with n positions each, and LoRA rank
+    r.
     """
     samples, n, d = x.shape
     r = low.shape[2]
@@ -140,25 +145,32 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 
 
 def block(size: int, most: int) -> int:
-    """Return the side of a tile for `size` rows: the next power of two, from 16 to `most`.
+    """Return the side of a tile, the block of numbers that one GPU program computes.
 
-    The matrix units of a GPU need a side of at least 16.
+    It is the smallest power of two that is at least `size`, but from 16 to `most`. A GPU's tensor
+    cores need a side of at least 16.
     """
     return int(min(most, max(16, triton.next_power_of_2(size))))
 
 
 def piece(width: int) -> int:
-    """Return how many columns one loop step reads: 32 if only 32 divides `width`, otherwise 64."""
+    """Return how many columns of a matrix one loop step reads: 32 or 64.
+
+    It is 32 if `width` is a multiple of 32 but not of 64.
+    """
     return 32 if width % 64 and width % 32 == 0 else 64
 
 
 def fits(x: Tensor, r: int) -> bool:
-    """Return True if the kernels accept the dtype and memory layout of `x` and the rank `r`."""
+    """Return True if the kernels accept the dtype and layout of `x` and the LoRA rank `r`."""
     return r <= MAX_RANK.get(x.dtype, 0) and x.is_contiguous()
 
 
 def right(device: torch.device) -> bool:
-    """Return True if the kernels agree with float64 products. The call waits for the device."""
+    """Return True if the kernels agree with products that PyTorch computes in float64.
+
+    The call waits until the device has finished.
+    """
     g = torch.Generator().manual_seed(0)
     shapes = ((2, 20, 40), (2, 20, 70), (2, 40, 3), (2, 3, 70))
     numbers = [torch.randn(shape, generator=g) for shape in shapes]

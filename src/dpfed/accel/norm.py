@@ -1,8 +1,7 @@
 """Triton kernels for layer normalisation with frozen weights.
 
-One program normalises several narrow rows. PyTorch uses a whole block of threads for each row,
-which is slower for narrow rows.
-The operator that calls these kernels is in `accel.operators.norm`.
+One program normalises several rows. PyTorch uses a whole block of threads for each row, which is
+slower if rows are short. The operator that calls these kernels is in `accel.operators.norm`.
 Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
@@ -59,7 +58,7 @@ def _backward(grad, x, weight, mean, rstd, out, rows, width, R: tl.constexpr, C:
 
 
 def _shape(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the sizes of `x` and of the tile that one program computes.
+    """Return the sizes of `x` and of the tile, the block of numbers that one program computes.
 
     The four integers are the number of rows of `x`, the width of a row, and the numbers of rows and
     columns of a tile. A tile has as many columns as the width, rounded up to a power of two.
@@ -82,7 +81,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor
 
 
 def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Return the gradient of `x`. `grad` is the gradient of the result of `forward`."""
+    """Return the gradient of `x`, given `grad`, the gradient of the normalised `x`.
+
+    `mean` and `rstd` are each row's mean and reciprocal standard deviation, from `forward`.
+    """
     rows, width, together, columns = _shape(x)
     out = torch.empty_like(x)
     with on_device(x):
@@ -104,7 +106,7 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 def right(device: torch.device) -> bool:
     """Return True if the kernels agree with PyTorch's `layer_norm` in float64.
 
-    The call waits for the device.
+    The call waits until the device has finished.
     """
     g = torch.Generator().manual_seed(1)
     numbers = [3 + torch.randn(50, 96, generator=g) for _ in range(2)]
@@ -116,7 +118,7 @@ def right(device: torch.device) -> bool:
         grad_x = backward(grad, x, weight, mean, rstd).cpu()
         x, grad, weight, bias = (t.cpu().double() for t in (x, grad, weight, bias))
         # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
-        # which cannot compute GPU gradients while it waits here.
+        # so gradients on the GPU would be a deadlock.
         with torch.enable_grad():
             wanted = F.layer_norm(x.requires_grad_(), (96,), weight, bias, 1e-5)
             (back,) = torch.autograd.grad(wanted, x, grad)

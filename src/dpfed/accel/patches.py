@@ -3,11 +3,10 @@
     columns  images `[M, c, H, W]` -> patches `[M, c*h*w, places]`
     images   the adjoint: each pixel is the sum of its copies, added in float32 and rounded once
 
-`places` is the number of positions at which the convolution puts its kernel of h x w pixels.
-A plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result. These
-numbers may belong to several planes, so that small images also fill a program.
-The same operations in plain PyTorch are in `accel.operators.patches`.
-Importing this module needs triton: import it only where `accel.usable` returns True.
+`places` is the number of positions at which the convolution puts its kernel of h x w pixels. A
+plane is one channel of one image. Each program writes BLOCK adjacent numbers of the result. These
+numbers may belong to several planes, so that a program also has enough work with small images.
+`accel.operators.patches` has these operations in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from dpfed.accel import on_device
 from dpfed.accel.operators.patches import Pair, patch_counts
 
 TITLE = "kernels for convolutions"
-# How many numbers one program writes.
+# How many numbers of the result one program writes.
 BLOCK = 1024
-# A padded plane and the patches of a plane must have fewer numbers than this, because the kernels
-# index them with 32-bit integers.
+# A padded plane (one channel of one image) and its patches must have fewer numbers than this,
+# because the kernels index them with 32-bit integers.
 MAX_PLANE = 2**31 - BLOCK
 
 
@@ -66,10 +65,11 @@ def _images(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Add the patches `x` up into the images `y`.
+    """Add the patches `x` up into the images `y`: a pixel is the sum of its copies in all patches.
 
-    A pixel lies in row i of the patch that starts i rows above it. Patches start at multiples of
-    the stride SH, so only every SH-th i is possible. Columns of pixels follow the same rule.
+    A patch has KH rows of pixels. A pixel lies in row i of the patch that starts i rows above it.
+    Patches start at multiples of the stride SH, so only every SH-th i is possible. Columns of
+    pixels follow the same rule.
     """
     first = tl.program_id(0).to(tl.int64) * B
     plane = first // (H * W)
@@ -104,7 +104,8 @@ def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 def images(x: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return images of this shape, in which each pixel is the sum of its copies in the patches `x`.
 
-    `x` has the layout of the input of `torch.nn.functional.fold`.
+    `x` is `[M, c*h*w, places]` as for `torch.nn.functional.fold`: the pixels of each h x w patch
+    form a column.
     """
     y = x.new_empty(shape)
     counts = patch_counts(shape, kernel, stride, padding)
@@ -122,9 +123,10 @@ def _run(kernel, x: Tensor, y: Tensor, *sizes: Sequence[int]) -> None:
 
 
 def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> bool:
-    """Return True if the kernels can process images of this shape.
+    """Return True if images of this shape are small enough for the kernels.
 
-    They index one channel of an image, and the patches of this channel, with 32-bit integers.
+    The kernels index one channel of an image, and the patches of this channel, with 32-bit
+    integers.
     """
     padded = (shape[2] + 2 * padding[0]) * (shape[3] + 2 * padding[1])
     patches = prod(patch_counts(shape, kernel, stride, padding)) * kernel[0] * kernel[1]
@@ -134,7 +136,8 @@ def fits(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair) -> boo
 def right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if both kernels give the results of `unfold` and `fold` for small integers.
 
-    Small integers and their sums are exact in every dtype. The call waits for the device.
+    Small integers and their sums are exact in every dtype. The call waits until the device has
+    finished.
     """
     g = torch.Generator().manual_seed(3)
     cases: tuple[tuple[tuple[int, ...], ...], ...] = (

@@ -1,8 +1,9 @@
-"""Triton kernels that compute squared norms of rows of a gradient matrix `[M, P]`, or clear rows.
+"""Triton kernels that compute squared norms of rows of a gradient matrix, or set rows to zero.
 
-An error here would break the privacy guarantee. Before the first use, `right` therefore compares
-the kernels with known results. The plain PyTorch versions are in `accel.gradient_matrices`.
-Importing this module needs triton: import it only where `accel.usable` returns True.
+Each row of a matrix `[M, P]` is the gradient of one record. A wrong squared norm would break the
+privacy guarantee, because the norm decides how much the record is clipped. Before the first use,
+`right` therefore compares the kernels with known results. The plain PyTorch versions are in
+`accel.gradient_matrices`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from dpfed.accel import on_device
 TITLE = "kernels over rows of gradients"
 # How many numbers of a row one program reads or writes at a time; a power of two.
 PIECE = 4096
-# How many programs clear one row together.
+# How many programs together set one row to zero.
 WRITERS = 8
 WARPS = 8
-# The check uses this number, which is finite in bfloat16 and float32. Its square overflows float32,
-# so the sum of squares must be infinite.
+# Test value of `right`: finite in bfloat16 and float32, but its square overflows float32. The sum
+# of squares must then be infinite.
 HUGE = 1e30
 
 
 def squares(rows: Tensor) -> Tensor:
     """Return the sum of squares of each piece of 4096 numbers, float32 `[M, ⌈P/4096⌉]`.
 
-    The sum of a piece with NaN or infinity is not finite. Each square goes through about two dozen
-    additions of positive numbers, so the relative error of a sum is below 24 · 2^-24.
+    `rows` has the gradients of M records with P numbers each, `[M, P]`. The sum of a piece with NaN
+    or infinity is not finite. Each square goes through about two dozen additions of positive
+    numbers. The relative error of a sum is therefore below 24 · 2^-24.
     """
     count, size = rows.shape
     pieces = -(-size // PIECE)
@@ -60,7 +62,7 @@ def zero_rows(rows: Tensor, keep: Tensor) -> None:
 def right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if both kernels are exact on rows that include NaN, infinity and huge numbers.
 
-    The call waits for the device.
+    The call waits until the device has finished.
     """
     size = 2 * PIECE + 64
     rows = torch.zeros(8, size, dtype=dtype, device=device)
@@ -87,7 +89,7 @@ def _check(rows: Tensor) -> None:
         raise ValueError("kernels over rows need rows whose numbers lie one after another")
 
 
-# A matrix may have more than 2^31 numbers, so the kernels index it with 64-bit integers.
+# A matrix may have more than 2^31 numbers, so the kernels below use 64-bit integers as indices.
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Triton kernels for attention within small windows, and for reordering rows into Swin's windows.
 
-A window is a group of positions that attend only to one another. In BERT it is a whole record.
-One program holds the scores and probabilities of one window and head in one tile, which is the idea
-of FlashAttention (Dao et al. 2022). Products are summed in float32. float32 inputs are not rounded
-to TF32. The operators that call these kernels are in `accel.operators.attention`.
-Importing this module needs triton: import it only where `accel.usable` returns True.
+A window is a group of positions that attend only to one another. In BERT it is a whole record. One
+program holds the scores and probabilities of one window and head in one tile (a block of numbers in
+registers). This is the idea of FlashAttention (Dao et al. 2022). Products are summed in float32.
+float32 inputs are not rounded to TF32. The operators that call these kernels are in
+`accel.operators.attention`. Importing this module needs triton: import it only where `accel.usable`
+returns True.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def _probabilities(
 ):  # fmt: skip
     """Return the attention probabilities of one window and head in float32, `[SIDE, SIDE]`.
 
-    The tile has SIDE >= N positions; columns beyond the window's N positions are zero. If the mask
-    hides all positions from a query, the row of this query is zero too.
-    MASK_ROWS is 0 without a mask, 1 if all queries share one row of the mask, else N.
+    The window has N <= SIDE positions; columns beyond the first N are zero. If the mask hides all
+    positions from a query, the row of this query is zero too. MASK_ROWS is 0 without a mask, 1 if
+    all queries share one row of the mask, else N.
     """
     i = tl.arange(0, SIDE)[:, None]
     j = tl.arange(0, SIDE)[None, :]
@@ -47,7 +48,10 @@ def attend(
     N: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr,
     BIASED: tl.constexpr, MASK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output of one window and head; q, k, v, out are `[windows, N, heads * D]`."""
+    """Compute the attention output of one window and head.
+
+    q, k, v and out are `[windows, N, heads * D]`: N positions per window, and D numbers per head.
+    """
     program = tl.program_id(0)
     window = program // heads
     head = program % heads
@@ -74,8 +78,7 @@ def attend_backward(
 ):  # fmt: skip
     """Compute the gradients of q, k and v for one window and head.
 
-    The forward pass does not store the probabilities, so they are computed again. Rows of the tile
-    beyond the window have gradient zero.
+    The forward pass does not store the attention probabilities, so they are computed again here.
     """
     program = tl.program_id(0)
     window = program // heads
@@ -107,9 +110,10 @@ def reorder(
     x, index, out, count,
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows within each block `[N, WIDTH]`: row i of `out` is row `index[i]` of `x`.
+    """Copy rows within each block `[N, WIDTH]`: row i of a block of `out` is row `index[i]` of `x`.
 
-    `count` is the number of rows of all blocks together.
+    Row `index[i]` is counted within the same block of `x`. `count` is the number of rows of all
+    blocks.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,1 +1,1 @@
-"""Time one private local step of many clients, and the same step by other implementations."""
+"""Time one private training step of many clients, in this project and in other implementations."""

@@ -1,4 +1,4 @@
-"""The cases to measure: a model with LoRA, and S clients with B synthetic records each."""
+"""The cases that `dpfed bench` measures: a model with LoRA, and clients with synthetic records."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from dpfed.model.zoo.built import Built, fresh_head
 from dpfed.model.zoo.image_inputs import images
 from dpfed.privacy.record_batch import Records
 
-# Smallest number of synthetic records. A case has at least twice the records of a step.
+# Smallest number of synthetic records of a case. A case also has at least twice as many records as
+# one step uses.
 MIN_RECORDS = 512
 ON_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case to measure.
+    """One case to measure: a model, its inputs, and the number and size of the clients.
 
     model       name of a model of `dpfed list models`, of `SMALL` or of `LLAMAS`
     spec        kind and shape of the inputs, and number of classes
     clients     number S of clients
-    batch       number B of records of each client
+    batch       number B of records of each client in one step
     rank        rank of LoRA
-    train       trained part of the model
-    checkpoint  True: layers keep only their inputs (`model.gradient_checkpointing`)
-    quantize    how frozen layers are stored (`model.quantize`), for a Llama
+    train       trained part of the model: LoRA adapters or all weights
+    checkpoint  True for gradient checkpointing, where layers store only their inputs
+    quantize    how frozen layers are stored (`model.quantize`); only for a Llama
     """
 
     model: str
@@ -60,15 +61,15 @@ class Case:
 
     @property
     def union(self) -> int:
-        """Number of records of all clients together."""
+        """Number of records of all clients together in one step."""
         return self.clients * self.batch
 
     def build(
         self, dtype: torch.dtype = torch.float32, device: torch.device = ON_CPU
     ) -> AssembledModel:
-        """Return the model with its dropout set to 0.
+        """Return the model of this case with its dropout set to 0.
 
-        Some of the compared implementations cannot draw dropout record by record.
+        Dropout is off because some of the compared implementations cannot draw it record by record.
 
         dtype   dtype of the frozen weights of a Llama
         device  where a Llama's random weights are made, which takes minutes on a CPU
@@ -97,7 +98,7 @@ class Case:
         return parts
 
     def records(self, device: torch.device) -> Records:
-        """Return synthetic records. Texts have no padding."""
+        """Return synthetic records for all clients. Texts have no padding."""
         count = max(MIN_RECORDS, 2 * self.union)
         inputs = self.spec.synthetic(count, torch.Generator().manual_seed(0))
         if self.model in LLAMAS:
@@ -158,6 +159,9 @@ CPU = (
 def logits_of(
     parts: AssembledModel, model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """Return the task's scores for raw inputs, computed with the model's present weights."""
+    """Return the task's scores, such as class logits, for raw inputs, with the model's own weights.
+
+    dtype  the inputs are converted to this dtype
+    """
     prepared = cast(parts.built.prepare(dict(inputs)), dtype)
     return scores_of(parts.built.task, model, {}, prepared, inputs)

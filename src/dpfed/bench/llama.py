@@ -1,4 +1,4 @@
-"""Llamas with random weights, from a tiny one for a CPU to 8 billion parameters."""
+"""Llama models with random weights to measure, from tiny (for a CPU) to 8 billion parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from dpfed.model.zoo.pretrained import on_meta
 from dpfed.model.zoo.text import AutoCausal
 from dpfed.model.zoo.text_inputs import tokens
 
-# The shapes of TinyLlama 1.1B and Llama 3 8B, and a small one with the same kinds of layers.
+# The layer sizes of TinyLlama 1.1B and Llama 3 8B, and of a small model with the same kinds of
+# layers.
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama-tiny": {
         "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -37,7 +38,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def text_of(case: str, length: int) -> InputSpec:
-    """Return the facts about records of `length` tokens for the Llama `case` of `LLAMAS`."""
+    """Return the input format of the Llama `case` of `LLAMAS`, with `length` tokens per record."""
     return InputSpec("text", "input_ids", (length,), 0, vocabulary=LLAMAS[case]["vocab_size"])
 
 
@@ -63,7 +64,7 @@ class RandomLlama(AutoCausal):
         with _default_dtype(self.dtype), self.device if plain and self.device else nullcontext():
             model: nn.Module = LlamaForCausalLM(config)
         if not plain:
-            # Only weights in a folder can be quantised.
+            # Quantisation only reads weights from files, so save the random weights first.
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)  # type: ignore[operator]
                 del model

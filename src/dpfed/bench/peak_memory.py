@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within this context, count the bytes of all new tensors that are alive at the same time.
+    """Within this context, measure the peak memory of the tensors that PyTorch operators create.
 
-    Tensors that exist before, such as a model's weights, are not counted. Neither is the working
-    memory inside a single operator.
+    Memory is counted in bytes. Tensors that existed before, such as a model's weights, are not
+    counted. Memory that a single operator uses only internally is not counted either.
 
-    bytes  new tensors that are alive now
+    bytes  memory of the counted tensors that are alive now
     peak   largest value of `bytes` so far
     """
 
@@ -40,12 +40,15 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count_storage(self, x: Any, new: bool) -> None:
-        """Add the size of the storage of `x` to `bytes` once, until the storage is deleted.
+        """Add the memory of the tensor `x` to `bytes`, and subtract it when this memory is freed.
 
-        new  True for a result of the operator. The storage of an unknown argument existed before
+        Memory that several tensors share is counted once.
+
+        new  True for a result of an operator. An unknown argument of an operator existed before
              this context, so it counts as 0 bytes.
         """
-        # A tensor of a quantising library has several inner tensors and no memory of its own.
+        # A quantising library's tensor consists of several inner tensors and has no memory of its
+        # own.
         if not isinstance(x, Tensor) or hasattr(x, "__tensor_flatten__"):
             return
         storage = x.untyped_storage()
@@ -62,7 +65,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(compute: Any) -> int:
-    """Return the largest number of bytes of new tensors while `compute()` runs."""
+    """Return the largest memory, in bytes, that new tensors use together while `compute()` runs."""
     memory = PeakMemory()
     with memory, torch.autograd.set_multithreading_enabled(False):
         compute()

@@ -1,8 +1,9 @@
 """Time every implementation of a case, and compare them by ratios of their times.
 
-In the code, an implementation is a `way`. Ratios depend less on the machine than times do. On a CPU
-the implementations take steps in turn, so that other load on the machine disturbs all of them
-equally. On a GPU they are measured one after another, so that each can use the whole memory.
+In the code, an implementation is called a `way`. Ratios depend less on the machine than times do.
+On a CPU the implementations take turns step by step, so that other load on the machine disturbs all
+of them equally. On a GPU they are measured one after another, so that each can use the whole
+memory.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Way = tuple[str, Callable[[], Step]]
 
 @dataclass(frozen=True)
 class Measured:
-    """The timing of one implementation.
+    """The time and memory of one implementation of a training step.
 
     way           name of the implementation
-    milliseconds  median of a step by the wall clock, None if the implementation failed
+    milliseconds  median wall-clock time of a step; None if the implementation failed
     peak          largest allocated memory in GiB (GPU only)
     setup         seconds from the start of the preparation to the first timed step
     failed        the reason why there is no timing, or None
-    processor     median milliseconds of processor time (CPU only)
+    processor     median processor time of a step in milliseconds (CPU only)
     created       largest memory in MiB of the tensors that a step creates (CPU only)
     """
 
@@ -58,7 +59,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The timings of one case, one for each implementation."""
+    """The timings of one case (a model with its clients), one for each implementation of a step.
+
+    The other fields repeat the settings of the case, as in `Case`.
+    """
 
     case: str
     clients: int
@@ -81,7 +85,7 @@ class Comparison:
     def processor_ratio(self, one: str, other: str) -> float | None:
         """Return the processor time of `one`, divided by the processor time of `other`.
 
-        Other load on the machine disturbs this ratio less than the ratio of wall-clock times.
+        Other load on the machine changes this ratio less than the ratio of wall-clock times.
         """
         return self._ratio(one, other, "processor")
 
@@ -93,10 +97,10 @@ class Comparison:
 def measure(
     way: str, make: Callable[[], Step], device: torch.device, repeats: int, warm: int
 ) -> Measured:
-    """Time one implementation, then free the memory that it has allocated.
+    """Time one implementation of a training step alone, then free the memory that it has allocated.
 
     way      name of the implementation
-    make     prepares the implementation and returns its step
+    make     prepares the implementation and returns a function that runs one step
     repeats  number of timed steps
     warm     number of untimed steps before the timed steps
     """
@@ -109,7 +113,8 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         return Measured(way, median(times), peak, setup)
     except Exception as error:
-        # If the implementation fails, record that as its result and go on with the others.
+        # Record the failure as the result of this implementation, so that the others are still
+        # measured.
         return failure(way, error)
     finally:
         step = None  # type: ignore[assignment]
@@ -120,9 +125,12 @@ def measure(
 
 
 def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measured, ...]:
-    """Time one step of each implementation per turn.
+    """Time all implementations in turns: in each turn, every implementation runs one step.
 
     The order rotates from turn to turn, so that each implementation is first equally often.
+
+    repeats  number of timed turns
+    warm     number of untimed steps of each implementation before the first turn
     """
     ready: dict[str, tuple[Step, float]] = {}
     found: dict[str, Measured] = {}
@@ -145,7 +153,10 @@ def measure_in_turn(ways: Sequence[Way], repeats: int, warm: int) -> tuple[Measu
 
 
 def _prepared(make: Callable[[], Step], warm: int, cuda: bool) -> tuple[Step, float]:
-    """Prepare a step and call it `warm` times. Return the step and the seconds that this took."""
+    """Prepare an implementation by `make` and run its step `warm` times without timing the steps.
+
+    Return the step, and the seconds that preparation and these steps took.
+    """
     started = time.perf_counter()
     step = make()
     for _ in range(warm):
@@ -164,9 +175,9 @@ def _timed(step: Step, cuda: bool) -> tuple[float, float]:
 
 
 def failure(way: str, error: Exception) -> Measured:
-    """Return the result of an implementation that failed, with the error in one line.
+    """Return the result of an implementation whose step failed, with the error in one line.
 
-    If a package is missing, the result gives the command that installs it.
+    If a package is missing, the line gives the command that installs it.
     """
     if isinstance(error, ImportError) and error.name:
         name = error.name.partition(".")[0]
@@ -182,9 +193,10 @@ def _wait(cuda: bool) -> None:
 
 
 def ways_of(case: Case, device: torch.device) -> list[Way]:
-    """Return all implementations of a case.
+    """Return the name and the preparing function of every implementation of a case.
 
-    On a GPU they are compiled and compute in bfloat16. On a CPU they are uncompiled and in float32.
+    On a GPU the implementations are compiled and compute in bfloat16. On a CPU they are uncompiled
+    and compute in float32.
     """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -213,7 +225,7 @@ def compare(
     """Time all implementations of a case, or only those whose names are in `only`."""
     ways = [way for way in ways_of(case, device) if only is None or way[0] in only]
     with warnings.catch_warnings():
-        # Silence a warning that Opacus gives for every frozen first layer.
+        # Ignore a harmless warning that Opacus gives if the first layer of a model is frozen.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         if device.type == "cuda":
             found = tuple(measure(name, make, device, repeats, warm) for name, make in ways)
@@ -223,7 +235,7 @@ def compare(
 
 
 def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, Any]:
-    """Return the timings, the machine and the versions as an object for JSON."""
+    """Return the comparisons as an object for JSON, with the device and the package versions."""
     from dpfed.training.run_folder.folder import versions
 
     name = f"CPU, {torch.get_num_threads()} threads"
@@ -239,7 +251,10 @@ def plain(comparisons: Sequence[Comparison], device: torch.device) -> dict[str, 
 
 
 def entry(found: Comparison) -> dict[str, Any]:
-    """Return a comparison for JSON. Each time is also given as a ratio to the private step."""
+    """Return one comparison as an object for JSON.
+
+    It also has the ratio of each time to the time of the private step, and the records per second.
+    """
     ratios = {
         measured.way: {
             "clock": found.ratio(measured.way, "private"),
@@ -252,7 +267,7 @@ def entry(found: Comparison) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package, None if it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,6 @@
-"""Implementations of one local step. Each function prepares an implementation and returns its step.
+"""Implementations of one local training step of S clients, to compare their time and memory.
+
+Each function prepares an implementation and returns its step. Each client has B records.
 
 private     this project: S clients in one pass, clipped record by record, with noise
 union       a non-private step of one model on all S·B records together
@@ -31,13 +33,17 @@ SIGMA = 1.0
 def _private_model(
     case: Case, device: torch.device, dtype: torch.dtype
 ) -> tuple[PerSample, Tensor]:
-    """Return the model with per-sample gradients, and its weights for each client `[S, P]`."""
+    """Return the model that computes per-sample gradients, and one row of weights per client.
+
+    The weights are `[S, P]`: P trainable numbers for each of S clients.
+    """
     parts = case.build(dtype, device)
     built = parts.built
     model = parts.adapted.model
     space = parts.space.to(device)
     theta = space.flatten(trainable(model)).float().to(device).expand(case.clients, -1).clone()
-    # Convert the weights before they move, because twice their memory may not fit.
+    # Convert the model before it moves to the device, whose memory may not hold the model in both
+    # dtypes.
     set_dtype(model, dtype)
     model.to(device)
 
@@ -55,10 +61,11 @@ def _private_model(
 def private(
     case: Case, device: torch.device, dtype: torch.dtype, compiled: bool, slots: int
 ) -> Step:
-    """Return a step of DP-FedAdamW for S clients with P parameters each.
+    """Return a private step of DP-FedAdamW for S clients, which does all clients' work in one pass.
 
-    The step computes one pass with `slots` slots, of which S·B hold a record. It draws noise for
-    every client and leaves out the two bias corrections of the method.
+    A pass (one forward and backward computation) has `slots` places for records. Each of the S
+    clients has B records, so S·B places are used. The step draws noise for every client. It leaves
+    out the two bias corrections of DP-FedAdamW.
     """
     ready, theta = _private_model(case, device, dtype)
     if compiled:
@@ -79,7 +86,8 @@ def private(
         nonlocal m, v, theta
         summed, _ = total(theta, filling, CLIP)
         noise = torch.empty_like(theta)
-        # Draw the noise client by client, because in a run each client has its own noise stream.
+        # Draw the noise client by client, as in a real run, where each client has its own noise
+        # stream.
         for row in noise:
             row.normal_()
         g = summed.addcmul(noise, std) / case.batch
@@ -125,7 +133,7 @@ def union(case: Case, device: torch.device, dtype: torch.dtype, compiled: bool) 
 
 
 def captured(step: Step, warm: int = 3) -> Step:
-    """Return a function that replays the step as a CUDA graph, to save kernel launches."""
+    """Return a function that replays `step` as a CUDA graph, to save single kernel launches."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -140,7 +148,10 @@ def captured(step: Step, warm: int = 3) -> Step:
 
 
 def one_by_one(case: Case, device: torch.device, dtype: torch.dtype) -> Step:
-    """Return a step that trains each client's own adapters in turn, as simulators do."""
+    """Return a non-private step that trains each client's own weights, one client after another.
+
+    Simulators of federated learning usually work in this way.
+    """
     parts, model, tensors = plain_model(case, device, dtype)
     if case.checkpoint:
         checkpoint_layers(model)
@@ -160,9 +171,10 @@ def client_by_client(
     tensors: list[Tensor],
     train: Callable[[dict[str, Tensor], Tensor], None],
 ) -> Step:
-    """Return a step that loads, trains and stores the tensors of each client in turn.
+    """Return a step that loads, trains and stores each client's weights, one client after another.
 
-    train  trains the loaded tensors on the inputs and labels of one client
+    tensors  the model's trainable tensors, into which the weights of a client are loaded
+    train    trains the loaded weights on the inputs and labels of one client
     """
     of_clients = [[t.detach().clone() for t in tensors] for _ in range(case.clients)]
     records = case.records(device)

@@ -1,12 +1,13 @@
 """Cache of prepared arrays on disk: an archive is decoded once and memory-mapped afterwards.
 
-An entry is a folder of .npy files and a manifest. The folder is written under a temporary name and
-then renamed, so that a reader finds a whole entry or none. A damaged entry is built again. If the
-cache cannot be written (read-only, full, another user's), the run uses the newly built arrays.
+An entry of the cache is a folder of .npy files and a manifest, a JSON file that lists them. The
+folder is written under a temporary name and then renamed, so that a reader finds a whole entry or
+none. A damaged entry is built again. If the cache cannot be written (read-only, full, owned by
+another user), the run uses the newly built arrays.
 
 The cache is in the folder DPFED_CACHE, else XDG_CACHE_HOME/dpfed, else ~/.cache/dpfed.
-DPFED_CACHE=off turns it off. Entries may hold private records, so only their owner can open the
-folder. The user may delete the folder at any time.
+DPFED_CACHE=off turns the cache off. Entries may hold private records, so only their owner can open
+the folder. The user may delete the folder at any time.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ def key_of(
     files: Sequence[Path | str] = (),
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the key of a cache entry: a hash of its source, format version, files and options.
+    """Return the key of a cache entry: a hash of its source's name, version, files and options.
 
-    The key changes if the path, size or modification time of a file changes.
+    name     name of the data source
+    version  version of the entry's format
+    files    raw files; the key changes with the path, size or modification time of any of them
+    options  settings that change the prepared arrays
     """
     facts = []
     # Resolve each folder only once. Resolving 100,000 image paths one by one takes seconds.
@@ -68,9 +72,10 @@ def key_of(
 
 
 def cached(key: str, build: Callable[[], Arrays], folder: Path | None = None) -> Arrays:
-    """Return the arrays that `build` makes, read from the cache if it has an entry for `key`.
+    """Return the arrays that `build` makes, from the cache if it has an entry for `key`.
 
-    The caller may change the arrays. This does not change the files of the cache.
+    Otherwise call `build` and store its arrays in the cache. The caller may change the returned
+    arrays: this does not change the files of the cache.
     """
     root = folder or cache_folder()
     if root is None:
@@ -101,8 +106,8 @@ def _read(entry: Path, key: str) -> Arrays | None:
         arrays: Arrays = {}
         for name, (size, dtype, shape) in facts["arrays"].items():
             file = entry / f"{name}.npy"
-            # Mode "c" (copy on write) keeps the caller's changes in memory. An empty array cannot
-            # be memory-mapped, so it is read.
+            # Mode "c" (copy on write) keeps the caller's changes out of the file. An empty array
+            # cannot be memory-mapped, so it is read.
             mode: Any = None if 0 in shape else "c"
             array = np.load(file, mmap_mode=mode, allow_pickle=False)
             if [file.stat().st_size, array.dtype.str, list(array.shape)] != [size, dtype, shape]:
@@ -116,7 +121,7 @@ def _read(entry: Path, key: str) -> Arrays | None:
 def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(root)
-    # mkdtemp makes a folder that only its owner can open.
+    # mkdtemp makes a folder that only its owner can open, because entries may be private.
     new = Path(tempfile.mkdtemp(suffix=".tmp", dir=root))
     try:
         facts: dict[str, Any] = {"key": key, "arrays": {}}
@@ -132,8 +137,8 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
             text.flush()
             os.fsync(text.fileno())
         if _read(entry, key) is None:
-            # Remove the damaged entry. A process that has memory-mapped its files can still read
-            # them.
+            # The existing entry is damaged or missing. Another process may have memory-mapped its
+            # files; they stay readable for that process after this deletion.
             shutil.rmtree(entry, ignore_errors=True)
         if not entry.exists():
             new.rename(entry)
@@ -152,9 +157,9 @@ def _sweep(root: Path) -> None:
 
 
 def pack_text(name: str, texts: Sequence[str]) -> Arrays:
-    """Return two arrays that store the texts: the UTF-8 bytes of all texts, and their bounds.
+    """Return the texts as two arrays: the UTF-8 bytes of all texts, and the bounds of each text.
 
-    The cache stores only arrays. Text i has the bytes from `bounds[i]` to `bounds[i + 1]`.
+    The cache can store only arrays. Text i has the bytes from `bounds[i]` to `bounds[i + 1]`.
     """
     parts = [text.encode("utf-8", "surrogatepass") for text in texts]
     return {
@@ -171,9 +176,9 @@ def unpack_text(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def text_array(texts: Sequence[str]) -> np.ndarray:
-    """Return an array of Python strings.
+    """Return the texts as an array of Python strings.
 
-    numpy's own text type would give every element the width of the longest text.
+    An array of numpy's own text type would give every element the width of the longest text.
     """
     out = np.empty(len(texts), dtype=object)
     out[:] = texts

@@ -1,4 +1,4 @@
-"""Read a user's table in CSV, TSV, JSON lines or Parquet; errors name the row that is wrong."""
+"""Read a user's table in CSV, TSV, JSON lines or Parquet. Errors name the wrong row."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Columns:
         return self.values[name]
 
     def language_inputs(self, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-        """Return the model's inputs: texts, pairs of texts, completions or chats.
+        """Return the model's inputs by name: texts, pairs of texts, completions or chats.
 
-        names  name of each input's column, such as {"prompt": "question", "completion": "answer"}
+        names  column of each input, such as {"prompt": "question", "completion": "answer"}
         """
         if "messages" in names:
             column = self.get(names["messages"], "data.messages")
@@ -65,9 +65,11 @@ class Columns:
         return {name: self._texts(column, f"data.{name}") for name, column in names.items()}
 
     def _texts(self, name: str, key: str) -> np.ndarray:
-        """Return a column of texts as an array. Raise DpfedError for an empty text.
+        """Return the column `name` of texts as an array. Raise DpfedError for an empty text.
 
-        A model learns nothing useful from a record with an empty text and a label.
+        key  setting that chose this column, for the error
+
+        A model learns nothing useful from an empty text with a label.
         """
         column = self.get(name, key)
         for i, text in enumerate(column):
@@ -82,14 +84,17 @@ class Columns:
     def other_columns(
         self, used: set[str | None], client: str | None, unit: str | None
     ) -> dict[str, np.ndarray]:
-        """Return the columns that `used` does not name, and always the columns `client` and `unit`.
+        """Return the columns that can name clients or units: all columns that `used` does not name.
+
+        The columns `client` and `unit` are always among them. A unit is what privacy protects: one
+        record, or all records of one person.
 
         used    names of the columns that a model input or the labels use
-        client  name of the column that names clients, or None
-        unit    name of the column that names units, or None
+        client  name of the column that names each record's client, or None
+        unit    name of the column that names each record's unit, or None
 
-        Columns with missing or mixed values are left out. Raise DpfedError if the column `client`
-        or `unit` has such values.
+        Columns with missing values, or with values of different types, are left out. Raise
+        DpfedError if the column `client` or `unit` has such values.
         """
         columns = {}
         for name, values in self.values.items():
@@ -102,7 +107,10 @@ class Columns:
         return columns
 
     def _key_column(self, name: str, key: str) -> np.ndarray:
-        """Return a column of client or unit names. Raise DpfedError for missing or mixed values."""
+        """Return a column of client or unit names; `key` is the setting that needs it, for errors.
+
+        Raise DpfedError for missing values and for texts mixed with numbers.
+        """
         column = self.get(name, key)
         for i, value in enumerate(column):
             if value == "" or is_missing(value):
@@ -118,7 +126,7 @@ class Columns:
 
 
 def is_missing(value: Any) -> bool:
-    """Return True for None, NaN, and the NA and NaT of pandas.
+    """Return True for None, NaN, and the missing values NA and NaT of pandas.
 
     The values of pandas are recognized by the name of their class, because the comparison of NA
     with a value gives no True or False.
@@ -129,7 +137,7 @@ def is_missing(value: Any) -> bool:
 
 
 def plain_column(column: list[Any]) -> np.ndarray | None:
-    """Return the values as a sortable array of texts, integers or floats.
+    """Return the column as an array of texts, integers or floats, which can be sorted.
 
     Return None if values are missing or their types cannot be sorted together.
     """
@@ -143,7 +151,7 @@ def plain_column(column: list[Any]) -> np.ndarray | None:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the table in a file; the file's suffix selects the reader.
+    """Return the table in a file; the suffix of the file name, such as .csv, selects the reader.
 
     Raise DpfedError if the table has no rows.
     """
@@ -161,11 +169,11 @@ def read_columns(path: Path) -> Columns:
 
 
 def read_csv(path: Path) -> Columns:
-    """Return the table in a CSV file that a spreadsheet program has written.
+    """Return the table in a CSV file, also as spreadsheet programs write it.
 
     Columns are separated by commas, semicolons or tabs, and quoted by double quotes.
     """
-    # If a line is not UTF-8, `lines_of` raises an error that names the line.
+    # `lines_of` checks that each line is UTF-8 and names a wrong line in its error.
     text = "\n".join(lines_of(read_bytes(path), str(path)))
     delimiter = _delimiter(text)
     previous = csv.field_size_limit(LONGEST_FIELD)
@@ -177,9 +185,10 @@ def read_csv(path: Path) -> Columns:
 
 
 def _delimiter(text: str) -> str:
-    """Return the character of `SEPARATORS` that splits the first line into the most columns.
+    """Return the separator of a CSV text: the one that splits the first line into the most columns.
 
-    If several give the same number of columns, return the first of them.
+    The candidates are the keys of `SEPARATORS`. If several give the same number of columns, return
+    the first of them.
     """
     start = text[:LONGEST_HEADER]
 
@@ -217,7 +226,7 @@ def read_tsv(path: Path) -> Columns:
 
 
 def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Columns:
-    """Return the table with these rows, each given as (line number, cells).
+    """Return the table of a text file from its rows, each given as (line number, cells).
 
     The first row has the names of the columns. Empty rows are skipped.
     """
@@ -273,7 +282,7 @@ def read_parquet(path: Path) -> Columns:
             table = parquet.read_table(path)
             columns = [column.to_pylist() for column in table.columns]
         except Exception as error:
-            # Catch all errors: pyarrow raises a different class for each kind of damage.
+            # Catch all errors, because pyarrow raises a different class for each kind of damage.
             raise DpfedError(f"{path} cannot be read as Parquet: {reason(error)}") from None
     names = list(map(str, table.column_names))
     _refuse_repeated(names, path)

@@ -20,10 +20,11 @@ from dpfed.data.cache import Arrays, cached
 from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError, reason
 
-# Largest size in bytes of a file after decompression. All published files are smaller.
+# Largest accepted size in bytes of an unpacked file; all published files are smaller. The limit
+# protects against damaged or malicious archives.
 MOST_BYTES = 1 << 30
 # Errors that libraries raise for a damaged file. zipfile raises NotImplementedError for an unknown
-# compression, and RuntimeError for an encrypted file.
+# compression and RuntimeError for an encrypted file.
 DAMAGE = (
     OSError,
     EOFError,
@@ -41,7 +42,7 @@ DAMAGE = (
 
 
 def path_of(section: DataSection, what: str, url: str) -> Path:
-    """Return `data.path`. If it is not set or does not exist, raise DpfedError.
+    """Return the path in `data.path`. Raise DpfedError if it is not set or does not exist.
 
     The error says what to download.
 
@@ -65,7 +66,7 @@ def missing(path: Path, what: str, url: str) -> DpfedError:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Within this context, turn errors about a damaged file into a DpfedError that names `path`."""
+    """Within this context, turn errors of damaged files into a DpfedError that names `path`."""
     try:
         yield
     except DpfedError:
@@ -89,7 +90,7 @@ def read_bytes(path: Path) -> bytes:
 def lines_of(data: bytes, label: str) -> Iterator[str]:
     """Yield the lines of UTF-8 text without their line ends. `label` names the file in errors.
 
-    Only a line feed ends a line, because texts may contain other line breaks of Unicode.
+    Only a line feed ends a line. Unicode has other line breaks, which may occur within a text.
     """
     for number, line in enumerate(io.BytesIO(data.removeprefix(b"\xef\xbb\xbf")), 1):
         try:
@@ -99,7 +100,10 @@ def lines_of(data: bytes, label: str) -> Iterator[str]:
 
 
 def check_md5(path: Path, published: str, url: str) -> None:
-    """Raise DpfedError, which names `url`, if the file does not have the published checksum."""
+    """Raise DpfedError if the file does not have the md5 checksum `published`.
+
+    url  address from which to download the file again, for the error
+    """
     with reading(path), path.open("rb") as stream:
         found = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != published:
@@ -112,7 +116,7 @@ def check_md5(path: Path, published: str, url: str) -> None:
 def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
     """Return the contents of the wanted files in a tar archive, by file name without folders.
 
-    The files are read into memory; nothing is written to disk.
+    The archive is unpacked in memory; nothing is written to disk.
     """
     found: dict[str, bytes] = {}
     with reading(path), tarfile.open(path, "r:*") as tar:
@@ -134,9 +138,12 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 
 
 def expect_count(found: int, official: int | Collection[int], label: str, url: str) -> None:
-    """Raise DpfedError if the number of records `found` is not the published one.
+    """Raise DpfedError if a data set does not have the published number of records.
 
+    found     number of records in the user's files
     official  the published number of records, or a collection of accepted numbers
+    label     name of the file or folder, for the error
+    url       address from which to download it again, for the error
     """
     counts = (official,) if isinstance(official, int) else tuple(official)
     if found not in counts:
@@ -149,10 +156,11 @@ def expect_count(found: int, official: int | Collection[int], label: str, url: s
 def image_source(
     key: str, build: Callable[[], Arrays], declared: bool = True, notes: tuple[str, ...] = ()
 ) -> Source:
-    """Return a source of images. Its arrays come from the cache, or else from `build`.
+    """Return the data source of a set of labelled images. Its arrays are cached on disk.
 
     key       key of the cache entry
-    build     returns the arrays train_x, train_y, test_x, test_y and names (of the classes)
+    build     returns the arrays train_x, train_y, test_x, test_y and names (of the classes), if the
+              cache does not have them
     declared  True if the number of classes is public
     notes     remarks for the user about the files
     """

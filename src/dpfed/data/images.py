@@ -1,4 +1,4 @@
-"""Decode image files to uint8 arrays with Pillow, in threads, and resize them reproducibly."""
+"""Decode image files to uint8 arrays with Pillow in several threads, and resize the images."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from PIL import Image, ImageOps
 from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
-# Largest number of pixels of an image before resizing. Larger images are mistakes or attacks.
+# Largest accepted number of pixels of an image. A larger image is a mistake, or a file that is made
+# to fill the memory.
 MOST_PIXELS = 1 << 27
-# Formats that Pillow decodes itself, without starting other programs.
+# Accepted image formats. Pillow decodes them without starting other programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 IMAGES_PER_TASK = 64
 # Pillow's modes with more than 8 bits per value. Such images are refused, because Pillow's
@@ -26,18 +27,18 @@ DEEP_MODES = ("I", "F")
 
 
 def decode(data: bytes, label: str, colour: Colour = "rgb", size: int | None = None) -> np.ndarray:
-    """Return an image as uint8 [channels, height, width], converted to RGB or to grey.
+    """Return an image file as uint8 [channels, height, width], converted to RGB or to grey.
 
-    data   content of the image file
-    label  name of the image in errors
-    size   side of the square that `fit` makes, in pixels; None leaves the size unchanged
+    data    content of the image file
+    label   name of the image in errors
+    size    make the image a square of this many pixels by `fit`; None keeps its size
     """
     try:
         return pixels(Image.open(io.BytesIO(data), formats=FORMATS), label, colour, size)
     except DpfedError:
         raise
     except Exception as error:
-        # Catch all errors: Pillow raises many classes for damaged images.
+        # Catch all errors, because Pillow raises many classes for damaged images.
         text = reason(error)
         if "cannot identify" in text:
             text = "it is of no known format"
@@ -60,7 +61,7 @@ def pixels(image: Image.Image, label: str, colour: Colour, size: int | None) -> 
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """Return the image as a square of `size` pixels.
+    """Return the image as a square with sides of `size` pixels.
 
     The image is resized (bilinear) so that its shorter side has `size` pixels. Then both ends of
     the longer side are cut off equally.
@@ -85,9 +86,9 @@ def decode_all(
     colour: Colour = "rgb",
     size: int | None = None,
 ) -> np.ndarray:
-    """Decode images and return them in one array, uint8 [n, channels, height, width].
+    """Decode image files in threads and return one array, uint8 [n, channels, height, width].
 
-    read    returns the content of the i-th file
+    read    returns the content of the i-th image file
     labels  name of each image in error messages
     hint    remedy in the error for images that differ in size or do not fit in memory
     """
@@ -96,7 +97,7 @@ def decode_all(
         return decode(read(i), labels[i], colour, size)
 
     with warnings.catch_warnings():
-        # Silence Pillow's warnings about unusual metadata: the images can still be decoded.
+        # Ignore Pillow's warnings about unusual metadata, because the pixels can still be decoded.
         warnings.simplefilter("ignore")
         first = image_of(0)
         try:
@@ -115,7 +116,7 @@ def decode_all(
                     raise DpfedError(f"{labels[i]} is {one}, {labels[0]} {other}: {hint}")
                 out[i] = image
 
-        # Threads decode in parallel, because Pillow releases the interpreter lock.
+        # Threads can decode in parallel, because Pillow releases Python's interpreter lock (GIL).
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             list(pool.map(work, range(0, len(labels), IMAGES_PER_TASK)))
         return out

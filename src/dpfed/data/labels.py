@@ -19,7 +19,11 @@ Classes = tuple[str, ...] | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """The label of each record, and the record's position in the file for error messages."""
+    """The label column of a table.
+
+    values  label of each record, as the user gave it
+    places  name of each record's place in the file, such as "line 7 of a.csv", for error messages
+    """
 
     values: Sequence[Any]
     places: Sequence[str]
@@ -31,7 +35,8 @@ class Encoded:
 
     parts     labels of the training table and of the test table, in the format of `Table.labels`
     names     names of the classes, in the order of their numbers; () without labels
-    declared  True if the user declared the classes, False if they were taken from the labels
+    declared  True if the user declared the classes, so that they are public; False if they were
+              taken from the private labels
     """
 
     parts: tuple[np.ndarray, ...]
@@ -40,7 +45,7 @@ class Encoded:
 
 
 def no_labels(*records: int) -> Encoded:
-    """Return the labels of tables without labels: zeros, and no classes.
+    """Return placeholder labels for tables without labels: zeros, and no classes.
 
     records  number of records of each table
     """
@@ -48,7 +53,7 @@ def no_labels(*records: int) -> Encoded:
 
 
 def refuse_unlabelled(task: LabelTask, label: str) -> None:
-    """Raise DpfedError if the task needs labels. The callers have found no labels.
+    """Raise DpfedError if the task needs labels. Call this for a table without labels.
 
     label  name of the table, for the error
     """
@@ -59,9 +64,13 @@ def refuse_unlabelled(task: LabelTask, label: str) -> None:
 def encode_as(
     task: LabelTask, parts: Sequence[Column], classes: Classes, name: str = "label"
 ) -> Encoded:
-    """Return the labels of both tables (training, test) in the form that the task needs.
+    """Return the labels of the training and the test table in the form that the task needs.
 
-    classes  see `encode`
+    The forms are class numbers ("classify"), real numbers ("regress") or sets of classes
+    ("multilabel").
+
+    parts    label columns of both tables
+    classes  class names or the number of classes, as in `encode`
     name     name of the label column
     """
     if task == "regress":
@@ -72,15 +81,17 @@ def encode_as(
 
 
 def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Return the labels of both tables (training, test) as class numbers.
+    """Return the labels of the training and the test table as class numbers.
 
+    parts    label columns of both tables
     classes  class names in the order of their numbers, or the number of classes; None for the
              classes that occur in the labels
     """
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         numbers = numbers_of(classes, phrase("classes"))
-        # If no class name is itself a number, the labels may also be the numbers of the classes.
+        # If no class name is itself a number, the user's labels may also be class numbers 0, 1, 2,
+        # ...
         if not any(map(_is_number, classes)):
             numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
@@ -109,7 +120,7 @@ def _refuse_many(count: int) -> None:
 
 
 def numbers_of(classes: Sequence[str], key: str) -> dict[str, int]:
-    """Return the number of each declared class, by name.
+    """Return the number of each class name that the user declared: its position in `classes`.
 
     Raise DpfedError for a repeated name or a single class. `key` names the setting in the error.
     """
@@ -140,7 +151,10 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return a label as text; 1, 1.0, true and "1" give the same text. `place` is for errors."""
+    """Return a label as text, where 1, 1.0, true and "1" give the same text.
+
+    place  name of the record in the error for a missing or unusable label
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool | int):
@@ -153,7 +167,10 @@ def _text(value: Any, place: str) -> str:
 
 
 def encode_numbers(parts: Sequence[Column], name: str) -> Encoded:
-    """Return the labels of both tables as float64 numbers. `name` is the label column."""
+    """Return the labels of the training and the test table as float64 numbers, for regression.
+
+    name  name of the label column
+    """
     found = []
     for part in parts:
         numbers = [_number(v, where) for v, where in zip(part.values, part.places, strict=True)]
@@ -166,19 +183,22 @@ def _number(value: Any, place: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    # The loss computes in float32, so a label must be finite in float32.
+    # Refuse a label that float32 cannot hold, because the loss is computed in float32.
     if not abs(number) < float(np.finfo(np.float32).max):
         raise DpfedError(f"{place} has label {value!r:.80}; it must be a finite number")
     return number
 
 
 def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
-    """Return the labels of both tables, uint8 `[n, classes]`: 1 for each class of a record, else 0.
+    """Return the labels of the training and the test table as sets of classes, for "multilabel".
 
-    A label has one of four forms: a list of class names, a JSON text of such a list, class names
-    separated by semicolons, or a list with one 0 or 1 for each class.
+    The arrays are uint8 `[n, classes]`: 1 for each class of a record, else 0. A user's label has
+    one of four forms:
+    - a list of class names, or the JSON text of such a list
+    - class names separated by semicolons
+    - a list with one 0 or 1 for each class, or its JSON text
 
-    classes  see `encode`
+    classes  class names or the number of classes, as in `encode`
     """
     cells = [[_cell(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     used = [value for part in cells for cell in part for value in cell]
@@ -210,9 +230,9 @@ def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
 def _flag_vectors(
     parts: Sequence[Column], cells: list[list[list[Any]]], classes: Classes
 ) -> Encoded:
-    """Return the labels of both tables from lists that have one 0 or 1 for each class.
+    """Return sets of classes from labels that are lists with one 0 or 1 for each class.
 
-    The number of classes counts as public, because it is the length of each list.
+    The number of classes is treated as public, because it is the length of each list.
     """
     width = len(cells[0][0])
     names = classes if isinstance(classes, tuple) else tuple(map(str, range(width)))
@@ -234,7 +254,10 @@ def _flag_vectors(
 
 
 def _cell(value: Any, place: str) -> list[Any]:
-    """Return the labels of one record as a list: class names, or one 0 or 1 for each class."""
+    """Return the label of one record as a list: class names, or one 0 or 1 for each class.
+
+    place  name of the record in errors
+    """
     if isinstance(value, str):
         text = value.strip()
         if not text.startswith("["):
@@ -253,9 +276,10 @@ def _cell(value: Any, place: str) -> list[Any]:
 
 
 def stated_names(data: Any, label: str | None) -> tuple[str, ...]:
-    """Return the class names that a Hugging Face dataset states for a label column; () if none.
+    """Return the class names that a Hugging Face dataset stores for its label column; () if none.
 
-    A label is a class number or a list of class numbers.
+    data   the dataset, or any other object, which has no class names
+    label  name of the label column
     """
     features = getattr(data, "features", None)
     feature = features.get(label) if isinstance(features, Mapping) else None
@@ -264,7 +288,10 @@ def stated_names(data: Any, label: str | None) -> tuple[str, ...]:
 
 
 def with_names(column: Column, names: Sequence[str]) -> Column:
-    """Replace each class number by its class name in a column of lists of class numbers."""
+    """Return a label column of lists of class numbers with each number replaced by its class name.
+
+    names  class names in the order of their numbers
+    """
     values = []
     for cell, place in zip(column.values, column.places, strict=True):
         try:

@@ -11,12 +11,13 @@ import numpy as np
 from dpfed.data.cache import text_array
 from dpfed.errors import DpfedError
 
-# A form is a tuple of model inputs. The name of an input is also the default name of its column.
+# A form of language data, as a tuple of its model inputs: texts, prompts with completions, or
+# chats. The name of an input is also the default name of its column.
 Form = tuple[str, ...]
 TEXT: Form = ("text",)
 COMPLETION: Form = ("prompt", "completion")
 CHAT: Form = ("messages",)
-# Inputs that need a tokenizer. Every table of language data has exactly one of them.
+# Inputs that need a tokenizer. Each form of language data has exactly one of them.
 LANGUAGE_INPUTS = ("text", "prompt", "messages")
 # Default name of the label column.
 LABEL = "label"
@@ -49,15 +50,21 @@ def input_columns(
 
 
 def stated_columns(section: Any) -> dict[str, str | None]:
-    """Return the column that each input's key of `[data]` names; None for keys that are not set."""
+    """Return the columns that the user's `[data]` section sets for language inputs, by input.
+
+    A column that is not set is None.
+    """
     inputs = (*TEXT, "text_pair", *COMPLETION, *CHAT)
     return {name: getattr(section, name) for name in inputs}
 
 
 def label_column(section: Any, found: Collection[str]) -> Any:
-    """Return the name or names of the columns with the labels; None if the data have no labels.
+    """Return the column or columns with the labels, as set by the user or by default.
 
-    found  names of the table's columns
+    Return None if the data have no labels.
+
+    section  the user's `[data]` section
+    found    names of the table's columns
     """
     if section.label is None:
         return LABEL if LABEL in found or section.classes is not None else None
@@ -65,7 +72,11 @@ def label_column(section: Any, found: Collection[str]) -> Any:
 
 
 def forms_in(columns: Collection[str]) -> list[Form]:
-    """Return the forms whose inputs all have a column with the default name in `columns`."""
+    """Return the forms of language data that these columns can hold.
+
+    A form needs a column with the default name of each of its inputs, such as "prompt" and
+    "completion".
+    """
     return [form for form in (TEXT, COMPLETION, CHAT) if set(form) <= set(columns)]
 
 
@@ -84,7 +95,10 @@ def refuse_half(columns: Collection[str], label: str) -> None:
 
 
 def mixed(forms: Iterable[Form], label: str, remedy: str) -> DpfedError:
-    """Return the error for a table that mixes forms of language data, such as texts and chats."""
+    """Return the error for a table with several forms of language data, such as texts and chats.
+
+    A record has exactly one form. `label` names the table, and `remedy` says what to do.
+    """
     names = " and ".join(form[-1] for form in forms)
     return DpfedError(f"{label} has the columns {names}, and a record is one of them: {remedy}")
 
@@ -101,7 +115,8 @@ def chats(values: Iterable[Any], place: Place) -> np.ndarray:
 def refuse_empty(values: Iterable[str], name: str, place: Place) -> None:
     """Raise DpfedError for the first text that is empty or only white space.
 
-    name  name of the texts' column, for the error
+    name   name of the texts' column, for the error
+    place  returns the name of record i, for the error
     """
     for i, value in enumerate(values):
         if not value.strip():
@@ -128,7 +143,10 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
-    """Check one chat message and return it without fields that are None, which Parquet adds."""
+    """Check one chat message and return it without fields that are None.
+
+    Parquet files have such fields where other messages have a value.
+    """
     if not isinstance(message, Mapping):
         raise DpfedError(
             f"a message of {place} is {type(message).__name__}: give 'role' and 'content'"

@@ -1,4 +1,4 @@
-"""Read the columns of data in memory: dictionaries, frames, arrays, torch data sets, records.
+"""Read the columns of data sets that a program holds in memory, in any of several common forms.
 
 These forms are data sets:
 - a dictionary of columns, a data frame, or a Hugging Face dataset
@@ -86,7 +86,7 @@ def plain(values: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate the values of one column over several data sets."""
+    """Join the values that several data sets have for one column, in the order of the data sets."""
     if all(has_columns(part) for part in parts):
         import pandas
 
@@ -100,7 +100,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return the values as a list, with NumPy numbers converted to Python numbers."""
+    """Return a column as a list, with NumPy numbers converted to Python numbers."""
     if isinstance(values, np.ndarray) and values.ndim == 1:
         listed: list[Any] = values.tolist()
         return listed
@@ -123,10 +123,10 @@ def _is_data_set(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    """Return True for one record: a pair `(x, y)` or a dictionary.
+    """Return True if the value is one record, not a data set: a pair `(x, y)` or a dictionary.
 
-    A pair of a text and its labels is a record. A dictionary is a record if it has a single label,
-    text, prompt or chat.
+    A pair is a record if y is a single label or x a single text. A dictionary is a record if it has
+    a single label, text, prompt or chat, and not a column of them.
     """
     if isinstance(value, tuple) and len(value) == 2:
         return isinstance(value[0], str) or _is_single(value[1])
@@ -138,18 +138,19 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    """Return True for one list of messages; a column of chats is a list of such lists."""
+    """Return True for a single chat, a list of messages. A column of chats is a list of chats."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _is_single(value: Any) -> bool:
-    """Return True for a text or a number, also one of NumPy or torch."""
+    """Return True for a single text or number, also one of NumPy or torch, but not for a column."""
     return isinstance(value, str | int | float | np.generic) or getattr(value, "ndim", 1) == 0
 
 
 def _is_map_style(data: Any) -> bool:
-    """Return True for a torch `Dataset`, or another object with numbered items."""
-    # Exclude arrays, tensors and series, which have a dtype.
+    """Return True for a torch `Dataset`, or another object with a length and numbered items."""
+    # Arrays, tensors and pandas series also have numbered items, but they are columns. They have a
+    # dtype.
     if isinstance(data, str | list | tuple) or hasattr(data, "dtype"):
         return False
     return _length(data) is not None and callable(getattr(data, "__getitem__", None))
@@ -163,7 +164,10 @@ def _length(value: Any) -> int | None:
 
 
 def _inputs_column(inputs: Any) -> dict[str, Any]:
-    """Return the inputs X of a pair `(X, y)` as one column: texts, images or feature vectors."""
+    """Return the inputs X of a pair `(X, y)` as one column, whose name tells what it holds.
+
+    The column holds texts, images or feature vectors.
+    """
     if has_columns(inputs):
         return {"features": np.asarray(inputs)}
     first = next(iter(inputs), None) if isinstance(inputs, Iterable) else None
@@ -171,7 +175,10 @@ def _inputs_column(inputs: Any) -> dict[str, Any]:
 
 
 def _from_items(items: Iterable[Any], part: str) -> dict[str, Any]:
-    """Return the columns of a list of records, which are dictionaries or pairs (input, label)."""
+    """Return the columns of a list of records, which are dictionaries or pairs (input, label).
+
+    part  name of the data set in errors
+    """
     rows = []
     for i, item in enumerate(items):
         if isinstance(item, Mapping):
@@ -196,7 +203,7 @@ def _from_items(items: Iterable[Any], part: str) -> dict[str, Any]:
 
 
 def _advice(data: Any) -> str:
-    """Return the remedy that ends the error message for a DataLoader; "" for other objects."""
+    """Return the end of an error message for unusable data: a remedy for a DataLoader, else ""."""
     if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         return ": give its .dataset, because batches are drawn at random here"
     if isinstance(data, list) and data and _is_chat(data[0]):

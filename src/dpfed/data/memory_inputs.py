@@ -1,4 +1,4 @@
-"""Read the inputs of records in memory: texts, images or vectors, told apart by column names."""
+"""Read model inputs (texts, images, vectors) from columns in memory, told apart by column names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ FEATURES = ("features",)
 
 
 def unlabelled_inputs(records: Any) -> tuple[dict[str, np.ndarray], Kind]:
-    """Return the model's inputs of these records by name, and the kind of the inputs.
+    """Return the model's inputs of records without labels, by name, and the kind of the inputs.
+
+    The kind is "text", "image" or "features".
 
     records  a data set, or its inputs alone: a list of texts or images, an array or a data frame
     """
@@ -46,14 +48,17 @@ def unlabelled_inputs(records: Any) -> tuple[dict[str, np.ndarray], Kind]:
 
 
 def _are_inputs(records: Any) -> bool:
-    """Return True for a list or an array of texts, images or vectors."""
+    """Return True if the records are inputs alone, without labels or column names.
+
+    Such records are a list or an array of texts, images or vectors.
+    """
     if isinstance(records, list):
         return not records or not isinstance(records[0], Mapping | tuple)
     return hasattr(records, "dtype")
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Return the values as an array; its shape is () if the rows have different lengths.
+    """Return the values as an array. If rows have different lengths, return an array of shape ().
 
     The callers raise an error for the shape ().
     """
@@ -77,7 +82,10 @@ def pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
 def inputs_of(
     columns: Mapping[str, Any], part: str
 ) -> tuple[dict[str, np.ndarray], Kind, set[str]]:
-    """Return the model's inputs by name, their kind, and the names of the columns used."""
+    """Return the model's inputs by name, their kind, and the names of the columns used for them.
+
+    part  name of the data set in errors
+    """
     form = language_form(columns, part)
     if form is not None:
         return _language_inputs(columns, form, part), "text", set(form)
@@ -101,9 +109,10 @@ def inputs_of(
 
 
 def language_form(columns: Mapping[str, Any], part: str) -> tuple[str, ...] | None:
-    """Return the columns of prompts and completions, or of chats; None if the data have neither.
+    """Return the names of the prompt and completion columns, or of the chat column.
 
-    Raise DpfedError if there are columns of several forms, such as texts and chats.
+    Return None for data with neither. Raise DpfedError if there are columns of several forms, such
+    as texts and chats.
     """
     forms = forms_in(columns)
     if len(forms) > 1:
@@ -127,9 +136,10 @@ def _language_inputs(
 
 
 def _is_picture(values: Any) -> bool:
-    """Return True if the first value is a PIL image or a uint8 array with two or more axes.
+    """Return True for a column of images, judged by its first value.
 
-    Other arrays are feature vectors, which a model gets unchanged.
+    An image is a PIL image or a uint8 array with two or more axes. Other arrays are feature
+    vectors, which a model gets unchanged.
     """
     first = next(iter(values), None)
     if hasattr(first, "convert"):
@@ -159,7 +169,7 @@ def _features(column: Any, name: str, part: str) -> np.ndarray:
 
 
 def _pixels(values: Any, name: str, part: str) -> np.ndarray:
-    """Return images `[n, channels, height, width]`: uint8 of 0 to 255, or float32 of 0 to 1.
+    """Return a column of images `[n, channels, height, width]`: uint8 0 to 255, or float32 0 to 1.
 
     If any image has colour, grey images get three equal channels.
     """
@@ -182,7 +192,10 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
 
 
 def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
-    """Raise DpfedError if an image has another size or type than the first, or wrong values."""
+    """Raise DpfedError if an image does not match the first image, or has wrong values.
+
+    Both images must have the same size and type. Float pixels must be from 0 to 1.
+    """
     if pixels.shape[1:] != first.shape[1:]:
         raise DpfedError(
             f"{place} has {pixels.shape[1]} x {pixels.shape[2]} pixels and row 0 has "

@@ -17,6 +17,8 @@ from dpfed.errors import DpfedError, phrase
 class Shards:
     """The records of each client, grouped by protected unit, as index arrays.
 
+    A unit is what privacy protects: one record, or all records of one person at this client.
+
     clients  bounds of clients: client i has the units `clients[i]` to `clients[i+1] - 1`
     units    bounds of units: unit u has the records `records[units[u] : units[u+1]]`
     records  record numbers, sorted by client and unit
@@ -33,7 +35,7 @@ class Shards:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number R of protected units of each client."""
+        """Number of protected units of each client."""
         return np.diff(self.clients)
 
     def of(self, client: int) -> np.ndarray:
@@ -42,7 +44,9 @@ class Shards:
         return self.records[first : self.units[self.clients[client + 1]]]
 
     def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the record numbers of chosen units, and how many records each unit has.
+        """Return the record numbers of a client's chosen units, and the number of records per unit.
+
+        The record numbers of one unit are next to each other.
 
         positions  the chosen units of this client, numbered from 0
         """
@@ -55,7 +59,7 @@ class Shards:
 
 
 def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) -> Shards:
-    """Group the records by client and by protected unit.
+    """Group the records by client and by protected unit (one record, or all records of one person).
 
     owner    number of each record's client; -1 for an unused record
     clients  number of clients
@@ -82,9 +86,9 @@ def shards_of(owner: np.ndarray, clients: int, units: np.ndarray | None = None) 
 
 
 def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the client of each record. Clients are random and have equally many records.
+    """Return each record's client. Records are assigned at random, equally many to each client.
 
-    Records that cannot be divided equally stay unused (-1).
+    Records that cannot be divided equally stay unused (-1). `alpha` has no effect.
     """
     size = len(labels) // clients
     owner = np.full(len(labels), -1, dtype=np.int64)
@@ -95,11 +99,11 @@ def iid(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 def dirichlet_equal(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the client of each record. Each client draws its mix of labels from Dir(alpha).
+    """Return each record's client, so that clients have equally many records but different classes.
 
-    Clients have equally many records. Client i draws its class probabilities p_i ~ Dir(alpha). If a
-    class has no records left, p_i is renormalised over the other classes. Records that cannot be
-    divided equally stay unused (-1).
+    Client i draws its class probabilities p_i from a Dirichlet distribution Dir(alpha). If a class
+    has no records left, p_i is renormalised over the other classes. Records that cannot be divided
+    equally stay unused (-1).
     """
     classes = int(labels.max()) + 1
     size = len(labels) // clients
@@ -123,9 +127,10 @@ def dirichlet_equal(
 def dirichlet_classwise(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the client of each record. Dir(alpha) divides each class among the clients.
+    """Return each record's client. The records of each class are divided by Dir(alpha).
 
-    Clients have different numbers of records (Hsu, Qi, Brown 2019).
+    Dir(alpha) is the Dirichlet distribution. Clients have different numbers of records, as in Hsu,
+    Qi and Brown 2019.
     """
     owner = np.full(len(labels), -1, dtype=np.int64)
     for c in range(int(labels.max()) + 1):
@@ -138,7 +143,7 @@ def dirichlet_classwise(
 
 
 def _dirichlet(rng: np.random.Generator, alpha: float, length: int) -> np.ndarray:
-    """Return a draw of Dir(alpha): `length` shares that add up to 1.
+    """Return a draw of the Dirichlet distribution Dir(alpha): `length` shares that add up to 1.
 
     If numpy's draw overflows or underflows, return the limit of Dir(alpha). The limit is equal
     shares for a large alpha, and a single share of 1 for a small alpha.
@@ -160,9 +165,10 @@ RULES: dict[str, Callable[[np.ndarray, int, float, np.random.Generator], np.ndar
 
 
 def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
-    """Check a column of client or unit names and return it. Return None if `column` is None.
+    """Return a column of client or unit names after a check; None if `column` is None.
 
-    Raise DpfedError for missing values and mixed types. `what` is "client" or "unit".
+    Raise DpfedError for missing values and for texts mixed with numbers. `what` is "client" or
+    "unit".
     """
     if column is None or column.dtype.kind not in "fO":
         return column
@@ -177,7 +183,10 @@ def _key_column(what: str, column: np.ndarray | None) -> np.ndarray | None:
 
 
 def partition(section: DataSection, table: Table, rng: np.random.Generator) -> Shards:
-    """Return the shards that `data.partition` and `data.unit_column` describe."""
+    """Divide the records of a table among clients and units, as the `[data]` section describes.
+
+    The keys are `data.partition`, `data.client_column` and `data.unit_column`.
+    """
     owners = _key_column("client", table.column(section.client_column))
     units = _key_column("unit", table.column(section.unit_column))
     if section.partition == "natural":

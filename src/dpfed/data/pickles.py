@@ -1,4 +1,7 @@
-"""Read pickles of arrays, lists and texts without running the code that a pickle can contain."""
+"""Read pickles of arrays, lists and texts without running the code that a pickle can contain.
+
+CIFAR is published in this format.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ ARRAY_CLASS = object()
 
 
 class RefusedError(Exception):
-    """The pickle is damaged, or it asks for a class or function that plain data do not need."""
+    """The pickle is damaged, or it names a class or function that plain data do not need."""
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """An unpickler of arrays and byte strings.
+    """An unpickler that reads arrays, lists and texts, and runs no code that a pickle names.
 
     A pickle names the functions that rebuild its values. This class accepts only the names of
-    functions for arrays and byte strings, and runs a safe function instead of each.
+    functions for arrays and byte strings, and runs a safe function in place of each.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -47,8 +50,8 @@ class _DataUnpickler(pickle.Unpickler):
         return self._known[path]
 
     def _array(self, kind: Any, shape: Any, code: Any) -> np.ndarray:
-        # Ignore `shape`, which could request any amount of memory. The pickle sets shape and
-        # content later, with the array's state.
+        # Ignore `shape`: a malicious pickle could request any amount of memory. A pickle sets the
+        # real shape and content later, with the array's state.
         if kind is not ARRAY_CLASS:
             raise RefusedError("it makes an array in a way that is not known")
         return np.empty(0, np.uint8)
@@ -74,10 +77,14 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def loads(data: bytes) -> Any:
-    """Return the value in a pickle. Raise RefusedError unless it is plain data."""
+    """Return the value in a pickle of plain data: numbers, texts, lists, dictionaries and arrays.
+
+    Raise RefusedError for any other pickle.
+    """
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            # Refuse a huge index, because the unpickler allocates a table of this length.
+            # A memo index numbers a stored value. Refuse a huge one, because the unpickler would
+            # allocate a table of this length.
             if opcode.name in MEMO_OPCODES and int(argument or 0) > len(data):
                 raise RefusedError("it numbers more values than it has bytes")
         return _DataUnpickler(data).load()

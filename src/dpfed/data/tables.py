@@ -16,11 +16,11 @@ Kind = Literal["image", "features", "text"]
 
 @dataclass(frozen=True)
 class Table:
-    """The records of one table.
+    """The records of one table, as arrays with one row per record.
 
-    inputs   arrays with one row per record, by the name of the model's argument:
+    inputs   the model's inputs, by the name of the model's argument:
              `pixel_values` [n, channels, height, width], `features` or texts
-    labels   one row per record; zeros if the data have no labels
+    labels   the labels; zeros if the data have no labels
     columns  other columns by name; one of them can name the client or unit of each record
 
     Language data has the inputs `text` and, for pairs, `text_pair`; or `prompt` and `completion`;
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Published:
-    """Facts about a published data set, so that a run can be planned without the files.
+    """Facts about a published data set, with which a run can be planned before its download.
 
     records  number of training records
     classes  number of classes
@@ -70,17 +70,17 @@ class Published:
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded data set.
+    """A loaded data set: the two tables, and facts about them.
 
     train        the clients' private records
     test         the server's public test set
     classes      names of the classes, in the order of their numbers; () for data without labels;
                  for "regress", the name of the label
-    white        pixel value of full intensity, such as 255
+    white        largest possible pixel value, such as 255
     declared     True if the number of classes is public, False if it was taken from the labels
     fingerprint  text that identifies the raw data in cache keys; "" if unknown
     notes        remarks about the files, which the user sees
-    clients      names of the clients, if each gave a data set of its own; else ()
+    clients      names of the clients, if the user gave a separate data set for each; else ()
     task         meaning of a label: a class, a number ("regress") or a set of classes
     """
 

@@ -1,7 +1,7 @@
-"""Random augmentations of images. The oracle draws a new augmentation for each use of a record.
+"""Random augmentations of images. Each use of a record in training draws a new augmentation.
 
-A record's augmentation depends only on the record's key, like the record's dropout mask. Fleet,
-pass and device do not change the augmentation.
+An augmentation depends only on a random key, which is drawn for each use of the record. It does not
+depend on the other records that are computed at the same time, or on the device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from dpfed.accel.operators.dropout import mix
 
 Augment = Literal["none", "flip", "crop_flip"]
-# A function (images `[M, c, h, w]`, keys of their records `[M]`) -> images of the same shape and
-# dtype.
+# A function of images `[M, c, h, w]` and of one random key per image, `[M]`. It returns images of
+# the same shape and dtype.
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 
 # `crop_flip` moves an image by at most 1/8 of its side, for example by 4 of 32 pixels.
@@ -25,7 +25,7 @@ _CROP_SHARE = 8
 
 
 def augmentation_of(kind: Augment) -> Augmentation | None:
-    """Return the augmentation for a value of the key `data.augment`, or None for "none"."""
+    """Return the augmentation function for a value of the key `data.augment`; None for "none"."""
     return {"none": None, "flip": flip, "crop_flip": crop_flip}[kind]
 
 
@@ -36,9 +36,10 @@ def flip(images: Tensor, keys: Tensor) -> Tensor:
 
 
 def crop_flip(images: Tensor, keys: Tensor) -> Tensor:
-    """Return the images, each moved at random in both directions and then flipped by `flip`.
+    """Return the images, each moved at random and then mirrored with probability one half.
 
-    An image moves by at most 1/8 of its side. Pixels that are uncovered by the move are black.
+    An image moves by at most 1/8 of its side in both directions. Pixels that no part of the image
+    covers any more are black.
     """
     height, width = images.shape[-2:]
     down, across = height // _CROP_SHARE, width // _CROP_SHARE

@@ -1,14 +1,14 @@
-"""Blocks: groups of trainable parameters that share one second moment, as in Adam.
+"""Blocks: groups of trainable parameters that share one second moment in Adam-like optimizers.
 
-Blocks depend on the architecture and never on data; docs/algorithms.md explains their use.
-The first of these rules that matches a parameter chooses its block:
+Blocks depend on the architecture and never on data; docs/algorithms.md explains their use. The
+first of these rules that matches a parameter chooses its block:
 1. The weights and biases of the layers Q, K and V have one block per attention head. LoRA's B in
    these layers also has one block per head, because the rows of B are the layer's output rows.
 2. LoRA's A is one block. In all other layers B is one block too. A and B are separate because
    their second moments differ: B starts at zero.
 3. Any other module has one block for its weight and bias. A parameter that belongs directly to a
    module with children, such as a class token, has its own block.
-ARCHITECTURES names the Q, K and V modules. In an unknown architecture each tensor is one block.
+ARCHITECTURES names the Q, K and V layers. In an unknown architecture each tensor is one block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WIDTHS = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The names and layouts of the attention layers in one type of model.
+    """The attention layers in one type of model: their names, and the order of their heads.
 
     attention  name of a Q, K or V layer -> how the heads are ordered in its output rows
     heads      name of the attribute with the number of query heads, in the attention module or
@@ -65,9 +65,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def inner_config(model: Any) -> Any:
-    """Return the configuration of the inner Transformer of `model`, a model or a configuration.
+    """Return the configuration of the Transformer inside `model`, a model or a configuration.
 
-    The inner configuration is `text_config`. Without this entry, return the whole configuration.
+    A model of several media, such as images and text, has it in the entry `text_config`. Without
+    this entry, return the whole configuration.
     """
     config = getattr(model, "config", model)
     return getattr(config, "text_config", config)
@@ -76,10 +77,12 @@ def inner_config(model: Any) -> Any:
 def architecture_of(
     model: nn.Module, qkv_layout: Layout | Literal["auto"] = "auto", attention: tuple[str, ...] = ()
 ) -> Architecture | None:
-    """Return the architecture for the model's declared `model_type`, or None if it is unknown.
+    """Return the attention layers of the model by its `model_type`; None for an unknown type.
 
-    The architecture is never guessed from the names of modules. The user's settings `attention`
-    (names of layers) and `qkv_layout` take precedence.
+    The layers are never guessed from the names of modules. The user's settings take precedence.
+
+    qkv_layout  order of the heads in the output rows; "auto" for the known order
+    attention   names of the Q, K and V layers; () for the known names
     """
     known = ARCHITECTURES.get(getattr(inner_config(model), "model_type", ""))
     layout = None if qkv_layout == "auto" else qkv_layout
@@ -97,10 +100,13 @@ def block_index(
     architecture: Architecture | None,
     granularity: Literal["block", "tensor"] = "block",
 ) -> tuple[list[str], Tensor]:
-    """Return the names of the blocks, and for each number the index of its block, int64 `[P]`.
+    """Return the names of the blocks, and for each trainable number the index of its block.
+
+    A block is a group of numbers that share one second moment. The indices are int64 `[P]`, for a
+    model with P trainable numbers.
 
     shapes        shapes of the trainable tensors, in the order of the flat vector
-    architecture  None makes each tensor one block
+    architecture  the model's attention layers; None makes each tensor one block
     granularity   "tensor" makes each tensor one block even if the architecture is known
     """
     modules = dict(model.named_modules())
@@ -123,7 +129,7 @@ def block_index(
 def _transposed(name: str, shape: torch.Size, modules: Mapping[str, nn.Module]) -> bool:
     """Return True if the weight is stored as `[in, out]`, as in GPT-2's Conv1D.
 
-    Heads are then columns of the weight and not rows.
+    An attention head then is a group of columns of the weight, not of rows.
     """
     owner = name.rpartition(".")[0]
     return len(shape) == 2 and type(modules[owner]).__name__.endswith("Conv1D")
@@ -159,11 +165,11 @@ def head_counts(
     modules: Mapping[str, nn.Module],
     architecture: Architecture,
 ) -> tuple[int, int]:
-    """Return the numbers of query heads and of key heads for the layer at `path`.
+    """Return the numbers of query heads and of key heads for the attention layer at `path`.
 
     For a layer that is only Q, K or V, both numbers are the layer's number of heads. With
-    grouped-query attention, the number of output rows (`rows`) shows if the layer has query heads
-    or key heads.
+    grouped-query attention there are fewer key heads than query heads. The number of output rows
+    (`rows`) then shows which heads the layer has.
     """
     names = [*filter(None, (architecture.heads,)), *_HEADS]
     heads = _declared(path, names, modules)
@@ -194,9 +200,10 @@ def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module])
 
 
 def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
-    """Return the name of the attention head for each of a layer's output rows (`rows`).
+    """Return the name of the attention head for each output row of a Q, K or V layer.
 
-    Each head has the same number of adjacent rows. The layout says how the heads are ordered:
+    `rows` is the number of output rows. Each head has the same number of adjacent rows. The layout
+    says how the heads are ordered:
     separate  all heads of a layer that is only Q, K or V
     3HD       all query heads, then all key heads, then all value heads
     H3D       for each key head: its query heads, the key head, its value head

@@ -27,7 +27,7 @@ class AssembledModel:
 
     built    the model before adapters were added, with its task and input preparation
     adapted  the model with adapters; its trainable tensors are marked
-    space    the trainable tensors as one vector; its block index is always on the CPU
+    space    the layout of the trainable tensors in one flat vector; its block index is on the CPU
     total    number of all parameters, trainable or not
     notes    sentences to show to the user
     """
@@ -51,10 +51,12 @@ def assemble(
     seeds: tuple[int, int] = (0, 0),
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """Build the model of a `[model]` section for inputs as described by `spec`.
+    """Build the model of a `[model]` section, with its adapters and its flat vector.
 
+    spec         kind, shape and classes of the records
     seeds        random seeds of the initial weights and of the initial adapters
-    granularity  "block" uses the rules in `model.blocks`; "tensor" makes each tensor one block
+    granularity  "block" divides the vector by the rules in `model.blocks`; "tensor" makes each
+                 tensor one block
     """
     buildable: Any = section
     with torch.random.fork_rng(devices=[]):
@@ -108,15 +110,19 @@ def describe_space(
     spec: InputSpec,
     granularity: Literal["block", "tensor"] = "block",
 ) -> AssembledModel:
-    """Build the model on the meta device, where tensors have shapes but no values.
+    """Build the model of a `[model]` section without values, to describe its trainable numbers.
 
-    This takes about a second and almost no memory, however large the model is.
+    PyTorch's meta device holds tensors with shapes but no values. Building takes about a second and
+    almost no memory, however large the model is.
     """
     with torch.device("meta"):
         return assemble(section, spec, (0, 0), granularity)
 
 
 def block_sizes(space: Space) -> dict[str, int]:
-    """Return for each block name how many trainable parameters the block has."""
+    """Return the number of trainable parameters in each block, by the name of the block.
+
+    A block is a group of parameters that share one second moment.
+    """
     counts = torch.bincount(space.blocks, minlength=space.num_blocks).tolist()
     return dict(zip(space.block_names, counts, strict=True))

@@ -18,7 +18,7 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings with which the run reads image files.
+    """Settings with which the run reads image files; the exported model's processor repeats them.
 
     crop  side of the square in pixels: the shorter side is resized to it, then both ends of the
           longer side are cut off; None if images keep their size
@@ -31,7 +31,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Companions:
-    """Everything that an export writes for a model besides its weights and its card.
+    """Everything that an export writes for a model besides its weights and its model card.
 
     files        file name -> text of the file
     config       entries to set in the model's configuration, such as auto_map
@@ -52,19 +52,20 @@ class Companions:
         return any(name.endswith(".py") for name in self.files)
 
 
-# A function that makes the companions. Only the export calls it, because it may read files.
+# A function that makes the companion files of an export. Only the export calls it, because it may
+# read files from disk.
 MakeCompanions = Callable[[Reading], Companions]
 
 
 class ImageInput(NamedTuple):
     """Settings with which `image_inputs.images` converts an image record to the model's input.
 
-    spec       public facts about the records
+    spec       kind, shape and range of pixel values of the records
     size       pixels per side after resizing; None keeps the size
     channels   colour channels that the model reads
     mean, std  one number per channel; used to normalise pixel values between 0 and 1
     resize     "bilinear" or "bicubic"
-    sharpen    strength of the unsharp mask; 0 for none
+    sharpen    strength of the unsharp mask, a filter that sharpens edges; 0 for none
     """
 
     spec: InputSpec
@@ -77,10 +78,11 @@ class ImageInput(NamedTuple):
 
 
 def image_companions(entry: ImageInput) -> MakeCompanions:
-    """Return the function that creates the image processor of an export.
+    """Return a function that makes the image processor files of an export.
 
-    If an image processor of transformers can prepare images as the run does, the export uses it.
-    Otherwise the export contains the processor in `model/shipped`, as Python code.
+    The image processor turns an image into the model's input. If one of transformers can do this as
+    the run does, the export uses it. Otherwise the export contains the code of the processor in
+    `model/shipped`.
     """
 
     def make(reading: Reading) -> Companions:
@@ -99,7 +101,10 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return descriptions of the run's steps that no image processor of transformers can repeat."""
+    """Return the steps of the run's image input that no image processor of transformers can repeat.
+
+    Each step is described in words, for the model card.
+    """
     enlarged = entry.size is not None and entry.size > max(entry.spec.shape[1:])
     lacking = []
     if entry.sharpen:

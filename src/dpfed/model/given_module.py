@@ -1,7 +1,7 @@
-"""A torch module that a program passes to `dpfed.fine_tune`.
+"""The model "given": a torch module that a program passes to `dpfed.fine_tune`.
 
-The program holds the module's code, so only this program can build the model. The folder in
-`model.weights` holds its weights.
+Only this program has the module's code, so no other program can build the model from its
+configuration. The folder in `model.weights` holds only its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _given: ContextVar[nn.Module | None] = ContextVar("given", default=None)
 
 @contextmanager
 def given_module(module: nn.Module | None) -> Iterator[None]:
-    """Within this context, let `model.name = "given"` build a copy of this module."""
+    """Within this context, let the setting `model.name = "given"` build a copy of `module`."""
     token = _given.set(module)
     try:
         yield
@@ -66,9 +66,10 @@ class GivenModule(ModelSection):
 
 
 def _prepare(model: nn.Module, spec: InputSpec) -> Prepare:
-    """Return the function that prepares records for the module.
+    """Return the function that turns records into the module's argument.
 
-    Pixels are divided by the value of full intensity; feature vectors do not change.
+    It divides pixels by the largest possible value, such as 255. It leaves feature vectors
+    unchanged.
     """
     if spec.kind == "text":
         raise DpfedError(
@@ -109,7 +110,8 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
         with torch.no_grad():
             scores = copy.deepcopy(model).eval()(**records)
     except Exception as error:
-        # Modules raise errors of many classes for inputs of a wrong shape, so catch all of them.
+        # Catch all errors, because modules raise errors of many classes for inputs of a wrong
+        # shape.
         shape = tuple(next(iter(records.values())).shape)
         raise DpfedError(
             f"{name} cannot compute a batch of shape {shape}: {reason(error)}"
@@ -130,7 +132,10 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
 
 
 def _head(model: nn.Module) -> str:
-    """Return the name of the last layer that has parameters directly, not only in its children."""
+    """Return the name of the module's last layer, as its head.
+
+    A layer is a module with parameters that do not belong to its children.
+    """
     layers: list[str] = [
         name
         for name, layer in model.named_modules()

@@ -1,7 +1,9 @@
 """Choose the trainable tensors: LoRA adapters from peft, the head, or all tensors.
 
-`model.lora.freeze_a` is FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024): A keeps its random, public initial
-values. The mean of the clients' products B·A then equals the product of mean B and A.
+LoRA adds the product B·A of two small matrices to a frozen weight. With `model.lora.freeze_a`, A
+keeps its random, public initial values: FFA-LoRA (Sun, Li, Li, Ding, ICLR 2024). The server
+averages A and B separately. If A is frozen, the product of the averages equals the average of the
+clients' products.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from dpfed.model.frozen.quantised import has_quantised, is_quantised
 PREFIX = "base_model.model."
 QUANTISED = 'model.train = "{}" would train quantised weights, which stay frozen: use "lora"'
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-# Mamba reads the weights of these layers without calling the layers, so an adapter in them would
-# have no effect.
+# Mamba reads the weights of these layers without calling the layers. An adapter in them would have
+# no effect.
 DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 
 
@@ -30,7 +32,7 @@ DEAD_IN_MAMBA = ("out_proj", "dt_proj")
 class Adapted:
     """A model in which only the trainable tensors require a gradient.
 
-    model  the module to call
+    model  the module to call, with its LoRA adapters if there are any
     peft   peft's wrapper of the same modules, which the export needs; None without LoRA
     notes  sentences to show to the user
     """
@@ -43,12 +45,13 @@ class Adapted:
 def adapt(
     model: nn.Module, section: ModelSection, head: str | tuple[str, ...], seed: int
 ) -> Adapted:
-    """Add adapters if the section asks for LoRA, and mark the trainable tensors.
+    """Add LoRA adapters if the `[model]` section asks for them, and mark the trainable tensors.
 
     head  names of the modules that are trained as a whole, with or without LoRA
     seed  random seed of new adapters; with `model.adapter` adapters are loaded from a folder
 
-    The initial adapters are public, because seed and folder do not depend on private data.
+    The initial adapters are public, because they come from a seed or a folder and not from private
+    data.
     """
     heads = tuple(filter(None, (head,))) if isinstance(head, str) else head
     if section.adapter is not None and section.train != "lora":
@@ -76,7 +79,7 @@ def adapt(
 
 
 def _mark(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let the named modules and tensors require a gradient.
+    """Mark the named modules and tensors as trainable, so that they require a gradient.
 
     Raise DpfedError for a name that matches no parameter of the model.
     """
@@ -128,20 +131,20 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # For GPT-2's transposed layers, peft corrects this option and warns. Hide the warning.
+        # For GPT-2's transposed layers, peft warns and then corrects this option by itself.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
-        # peft warns that this name is missing. Hide the warning: the export sets the name later.
+        # peft warns that this name is missing. The export sets it later.
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
-        # peft itself reads this deprecated attribute. Hide the warning, which users cannot avoid.
+        # peft itself reads this deprecated attribute, so users cannot avoid the warning.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
         return get_peft_model(model, config)
 
 
 def _excluded(heads: tuple[str, ...]) -> str | None:
-    """Return a regular expression for the names of the heads, or None without heads.
+    """Return a regular expression for the names of modules in which peft must not add adapters.
 
-    peft must not add adapters to modules with these names.
+    These are the heads, which are trained as a whole. Return None without heads.
     """
     return rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None
 
@@ -151,11 +154,12 @@ def _adaptable(module: nn.Module) -> bool:
 
 
 def _auto(model: nn.Module, heads: tuple[str, ...]) -> list[str]:
-    """Return the names of the layers that get an adapter if the user names none.
+    """Return the names of the layers that get a LoRA adapter if the user names none.
 
     These are all linear layers except the heads and the output layer of a language model. A model
     without such layers, for example a CNN, gets adapters in its convolutions. The names are given
-    in full, because peft's "all-linear" would also adapt tensors of experts and routers.
+    in full, because peft's "all-linear" would also adapt experts and routers of a mixture of
+    experts.
     """
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     inside_heads = tuple(f"{head}." for head in heads)
@@ -202,7 +206,7 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
         outcome = set_peft_model_state_dict(wrapped, state)
     except Exception as error:
         # peft raises errors of many classes if an adapter does not fit, so catch all of them. The
-        # last line of the message names the tensor.
+        # last line of the message names the tensor that does not fit.
         cause = (str(error).strip().splitlines() or ["?"])[-1].strip()[:120]
         raise DpfedError(
             f"model.adapter = {folder!r} does not fit {type(model).__name__}: {cause}"

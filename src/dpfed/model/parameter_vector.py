@@ -1,4 +1,7 @@
-"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks."""
+"""All trainable numbers of a model as one flat vector in a fixed order, divided into blocks.
+
+A block is a group of numbers that share one second moment in Adam-like optimizers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-# `block_mean` first sums chunks of this many numbers. Most widths of heads are multiples of CHUNK.
+# `block_mean` first sums chunks of this many numbers. Most attention heads have a multiple of this
+# width, so a chunk seldom lies in two blocks.
 CHUNK = 32
 
 
@@ -18,12 +22,14 @@ CHUNK = 32
 class Space:
     """The layout of all trainable tensors in one vector of length P (`size`), and its blocks.
 
+    A block is a group of numbers that share one second moment in Adam-like optimizers.
+
     names, shapes  names and shapes of the tensors, in the order of the vector
     block_names    names of the blocks
     blocks         the index of each number's block, int64 `[P]`
 
-    A vector may have leading axes: `[S, P]` is S clients side by side. The results of methods share
-    memory with the arguments where possible.
+    A vector may have leading axes: `[S, P]` holds one vector for each of S clients. The results of
+    methods share memory with the arguments where possible.
     """
 
     names: tuple[str, ...]
@@ -65,12 +71,15 @@ class Space:
         return len(self.block_names)
 
     def slices(self) -> list[slice]:
-        """Return for each tensor, in the order of names, the slice of the vector that holds it."""
+        """Return for each tensor the slice of the vector that holds it, in the order of `names`."""
         ends = list(accumulate(prod(shape) for shape in self.shapes))
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors `[..., *shape]` of a vector `[..., P]`, without a copy."""
+        """Return the tensors that a vector `[..., P]` holds, by name, without a copy.
+
+        Each tensor has the leading axes of the vector before its own axes.
+        """
         self._check_size(vector)
         lead = vector.shape[:-1]
         return {
@@ -81,7 +90,7 @@ class Space:
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the named tensors as one float32 vector `[P]`.
 
-        Raise ValueError if their names or shapes differ from the names or shapes of this space.
+        Raise ValueError if their names or shapes differ from those of this layout.
         """
         missing = set(self.names) ^ set(tensors)
         if missing:
@@ -94,11 +103,12 @@ class Space:
         return torch.cat([tensors[name].detach().reshape(-1).float() for name in self.names])
 
     def block_mean(self, vector: Tensor) -> Tensor:
-        """Return the mean of each block, `[..., P]` -> `[..., blocks]`.
+        """Return the mean of the numbers in each block, `[..., P]` -> `[..., blocks]`.
 
-        Numbers are first summed in chunks. The chunks' sums are then added in double precision.
-        Millions of additions to one float32 number would lose small numbers. On a GPU these
-        additions would also run one after another.
+        Numbers are first summed in chunks. The sums of the chunks are then added in double
+        precision, because millions of additions to one float32 number would lose small numbers.
+        Fewer additions are also faster on a GPU, where additions to the same number run one after
+        another.
         """
         self._check_size(vector)
         sums = vector.new_zeros(*vector.shape[:-1], self.num_blocks, dtype=torch.float64)
@@ -116,7 +126,7 @@ class Space:
             )
 
     def expand(self, values: Tensor) -> Tensor:
-        """Return for each number the value of its block, `[..., blocks]` -> `[..., P]`."""
+        """Give each number the value of its block, `[..., blocks]` -> `[..., P]`."""
         return values[..., self.blocks]
 
     def to(self, device: torch.device | str) -> Space:
@@ -124,7 +134,7 @@ class Space:
 
 
 def space_of(tensors: Mapping[str, Tensor]) -> Space:
-    """Return the space of these tensors, in which each tensor is one block."""
+    """Return the layout of these tensors in one flat vector, in which each tensor is one block."""
     names = tuple(tensors)
     shapes = tuple(tensor.shape for tensor in tensors.values())
     sizes = torch.tensor([prod(shape) for shape in shapes])

@@ -1,6 +1,7 @@
 """Operators that run a Triton kernel where `accel.usable` returns True, otherwise plain PyTorch.
 
-Only `attention` has no plain version: its callers then use the layer's own code.
+Only `attention` has no plain version. Where its kernels are not usable, its callers must run the
+layer's own code instead.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dpfed.accel import TRITON
 def declare_cost(operator: Any, operations: Callable[..., int]) -> None:
     """Tell torch.compile how many arithmetic operations `operator` needs.
 
-    `operations` computes this number from the shapes of the arguments. Without it the compiler's
-    memory planner assumes that the operator costs nothing, and computes its result twice.
+    `operations` computes this number from the shapes of the arguments. Without the number, the
+    compiler's memory planner assumes that the operator costs nothing. It then computes the
+    operator's result a second time in the backward pass, instead of storing it.
     """
     if not TRITON:
         return

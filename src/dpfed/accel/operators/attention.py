@@ -4,8 +4,8 @@ A window is a group of positions that attend only to one another. Swin's windows
 bias. In a small BERT the whole record is one window, without a bias.
 
 Plain autograd starts two dozen kernels for the attention of one layer. Here the forward pass is one
-kernel. The backward pass is a second kernel, which computes the probabilities again. The operators
-work in eager mode, CUDA graphs and compiled programs.
+kernel. The backward pass is a second kernel, which computes the attention probabilities again. The
+operators work in eager mode, in CUDA graphs and in compiled programs.
 
 Where `available` returns False, callers must run the layer's own code. `plain_attention` serves
 only to check the kernels.
@@ -21,10 +21,11 @@ from torch import Tensor
 from dpfed import accel
 from dpfed.accel.operators import declare_cost
 
-# Largest number of positions in a window. Larger windows do not fit a GPU's registers.
+# Largest number of positions in a window. The scores of a larger window do not fit into the
+# registers of a GPU.
 MAX_POSITIONS = 64
-# Largest width of an attention head. The heads of Swin and MiniLM have this width. For wider heads
-# the kernels may need more shared memory than a small GPU has.
+# Largest width of an attention head, as in Swin and MiniLM. For wider heads the kernels may need
+# more shared memory than a small GPU has.
 MAX_DEPTH = 32
 
 
@@ -48,7 +49,7 @@ def _works_on(index: int) -> bool:
 
 
 # This attribute makes torch.compile treat the result as a constant. It is set directly, because
-# `torch.compiler.assume_constant_result` would import the compiler now.
+# calling `torch.compiler.assume_constant_result` would import the compiler in every process.
 _works_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _WORKING: dict[int, bool] = {}
 
@@ -56,15 +57,16 @@ _WORKING: dict[int, bool] = {}
 def right(device: torch.device) -> bool:
     """Return True if attention, its gradients and `reorder` agree with plain PyTorch on the device.
 
-    All windows and heads of the test have different numbers and are smaller than a tile. A kernel
-    that confuses windows or heads therefore gives a wrong result.
+    All windows and heads of the test have different numbers, and they do not fill the kernels'
+    tiles. A kernel that confuses windows or heads, or reads beyond them, therefore gives a wrong
+    result.
     """
     g = torch.Generator().manual_seed(0)
     numbers = [torch.randn(3, 5, 16, generator=g) for _ in range(4)]
     heads, full, row = (
         torch.randn(size, generator=g) for size in ((2, 5, 5), (3, 5, 5), (3, 1, 5))
     )
-    # Test a mask that hides all positions from one query: a plain softmax gives NaN there.
+    # Test a mask that hides all positions from one query, where a plain softmax would give NaN.
     full[1, 2] = float("-inf")
     order = torch.tensor([2, 0, 4, 1, 3], device=device)
     x = numbers[0].to(device)
@@ -78,7 +80,7 @@ def right(device: torch.device) -> bool:
     )
     for dtype, bias, mask in cases:
         # Compute these gradients on the CPU. The caller may be PyTorch's thread for GPU gradients,
-        # which cannot compute GPU gradients while it waits here.
+        # so gradients on the GPU would be a deadlock.
         exact_grad, q, k, v = (t.to(dtype).double() for t in numbers)
         with torch.enable_grad():
             inputs = [t.requires_grad_() for t in (q, k, v)]
@@ -102,7 +104,10 @@ def plain_attention(
     scale: float,
     heads: int,
 ) -> Tensor:
-    """Return the output of `window_attention`, computed by plain matrix products."""
+    """Return the output of `window_attention`, computed by plain matrix products.
+
+    A query that may see no position gets the output 0.
+    """
     windows, n, width = q.shape
     q, k, v = (t.view(windows, n, heads, width // heads).transpose(1, 2) for t in (q, k, v))
     score = scale * q @ k.mT
@@ -133,6 +138,8 @@ def window_attention(
     heads: int | None = None,
 ) -> Tensor:
     """Return the output of softmax attention; q, k, v and output are `[windows, n, heads * d]`.
+
+    Each window has n positions, and each head d numbers per position.
 
     scale  factor of the scores q kᵀ
     bias   `[heads, n, n]`, added to the scores; it gets no gradient
@@ -167,7 +174,7 @@ def window_attention(
 
 
 def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Return `x[:, index]` for x `[M, n, C]` and a permutation `index [n]`.
+    """Return the reordered rows `x[:, index]` for x `[M, n, C]` and a permutation `index [n]`.
 
     The backward pass needs `inverse`, the inverse permutation.
     """
@@ -176,9 +183,10 @@ def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _tile_side(count: int) -> int:
-    """Return the side of a tile for `count` rows: the next power of two, at least 16.
+    """Return the side of a tile, the block of numbers that one GPU program computes.
 
-    The matrix units of a GPU need a side of at least 16.
+    It is the smallest power of two that is at least `count`, and at least 16, as a GPU's tensor
+    cores need.
     """
     return max(16, 1 << (count - 1).bit_length())
 
@@ -188,7 +196,7 @@ def _launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     n, depth = q.shape[1], q.shape[2] // heads
     side = _tile_side(n)
-    # Take as many warps as needed, so that their registers can hold one tile.
+    # Use so many warps (groups of 32 threads) that their registers together can hold one tile.
     warps = 4
     if side == 16:
         warps = 1
@@ -216,8 +224,8 @@ def _attend(
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        # The kernel needs an address for bias and mask. For None pass the address of q; without
-        # bias or mask the kernel does not read there.
+        # The kernel needs an address for bias and mask. If one is None, pass the address of q,
+        # which the kernel then does not read.
         added = (q if x is None else x.contiguous() for x in (bias, mask))
         grid, options = _launch(q, bias, mask, heads)
         with accel.on_device(q):

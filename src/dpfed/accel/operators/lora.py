@@ -1,7 +1,8 @@
 """A frozen linear layer with one LoRA adapter per sample, as one operator.
 
-Plain autograd reads and writes memory for each step: base output, adapter output, scaling, sum.
-Here the matrix products add directly to the output, and one product gives each weight's gradient.
+Plain autograd reads and writes memory for each of four steps: the frozen layer's output, the
+adapter's output, its scaling, and their sum. Here the adapter's products are added directly to the
+frozen layer's output. In the backward pass, one product gives the gradient of each LoRA matrix.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from dpfed.accel.operators import declare_cost
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `x Wᵀ + c + s (x Aᵀ) Bᵀ`, and `x Aᵀ`, which the backward pass needs.
+    """Return the layer's output `x Wᵀ + c + s (x Aᵀ) Bᵀ` and the intermediate result `x Aᵀ`.
 
-    x       inputs of M samples, `[M, n, in]`
+    The backward pass needs `x Aᵀ` again.
+
+    x       inputs of M samples with n positions each, `[M, n, in]`
     weight  the frozen W, `[out, in]`
     bias    the frozen c, `[out]`, or None
-    a, b    adapters of the samples, `[M, r, in]` and `[M, out, r]`
+    a, b    LoRA matrices A and B of the samples, `[M, r, in]` and `[M, out, r]`, of rank r
     scale   the factor s
     """
     y = F.linear(x, weight, bias)
@@ -45,9 +48,9 @@ def gradients(
     scale: float,
     first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, A and B.
+    """Return the gradients of the layer's inputs x and of the LoRA matrices A and B.
 
-    grad   gradient of the output, `[M, n, out]`
+    grad   gradient of the layer's output, `[M, n, out]` for M samples with n positions each
     low    `x Aᵀ`, from `product`
     first  True if x needs no gradient, as in a model's first layer; its gradient is then empty
     """
@@ -68,7 +71,7 @@ def gradients(
 
 
 def _scaled_bmm(one: Tensor, other: Tensor, scale: float) -> Tensor:
-    # With beta = 0, `baddbmm` does not read its first argument.
+    # With beta = 0, `baddbmm` ignores the values of its first argument, so this one is a dummy.
     return torch.baddbmm(one.new_empty(1, 1, 1), one, other, beta=0, alpha=scale)
 
 
@@ -90,7 +93,8 @@ class LoraProduct(torch.autograd.Function):
         return None if first else grad_x, None, None, grad_a, grad_b, None
 
 
-# Register both functions as operators: torch.compile then fuses only the code around them.
+# As registered operators, both functions stay outside the kernels that torch.compile generates. The
+# compiler fuses only the code around them.
 _opaque = torch.library.custom_op(
     "dpfed::lora_product",
     product,

@@ -1,4 +1,4 @@
-"""Layer normalisation with frozen weights, by a kernel where possible, else by PyTorch."""
+"""Layer normalisation with frozen weights, by a Triton kernel where possible, else by PyTorch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Operators that copy the patches of images which a convolution reads, and that add them back.
 
 On a GPU, PyTorch's `unfold` and `fold` process the images one by one, which is slow. The operators
-here work in eager mode, CUDA graphs and compiled programs. Each one computes the gradient of the
-other, so gradients of any order exist.
+here work in eager mode, in CUDA graphs and in compiled programs. Each of the two operators computes
+the gradient of the other, so gradients of any order exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def patch_counts(
 def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
     """Return the patches of images `[M, c, H, W]` as columns `[M, c*h*w, places]`.
 
-    `places` is the number of positions at which the convolution puts its kernel of h x w pixels.
+    A patch is the part of an image under the convolution's kernel of h x w pixels. `places` is the
+    number of positions of this kernel.
     """
     if (*kernel, *stride, *padding) == (1, 1, 1, 1, 0, 0):
         return x.flatten(2)
@@ -49,7 +50,7 @@ def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the result of `patches`, by a Triton kernel if possible, else by PyTorch."""
+    """Return the columns of `patches`, computed by a Triton kernel if possible, else by PyTorch."""
     kernels = kernels_for("patches", x)
     if kernels is not None and kernels.fits(x.shape, kernel, stride, padding):
         return kernels.columns(x, kernel, stride, padding)  # type: ignore[no-any-return]
@@ -64,7 +65,7 @@ def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 def _images(
     columns: Tensor, shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair
 ) -> Tensor:
-    """Return images in which each pixel is the sum of its copies in `columns`.
+    """Return images in which each pixel is the sum of its copies in the patches `columns`.
 
     This is the adjoint of `_columns`, so it computes the gradient of the images.
     """

@@ -1,4 +1,4 @@
-"""Data sources by name. A source is a dataclass of `[data]` keys with a method `load()`."""
+"""Data sources by name. A source is a dataclass of `[data]` keys, with a method `load()`."""
 
 from __future__ import annotations
 

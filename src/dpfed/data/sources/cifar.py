@@ -4,7 +4,8 @@
 contains one of these. An archive is read without being unpacked to disk.
 
 Archives and pickles must have the published checksums. All files must have the published number of
-records. `data.check = false` turns both checks off, so that other files in this layout can be read.
+records. `data.check = false` turns both checks off, so that other files in the same format can be
+read.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Layout:
     labels       key of the labels in a pickle; for binary records, position of the label byte
     names_key    key of the class names in a pickle; "" for a text file with one name per line
     head         number of label bytes before the pixels of a binary record; 0 for pickles
-    pickle_md5   checksums of the record files, then of `names`; empty for binary files
+    pickle_md5   checksums of the record files, then of the file `names`; empty for binary files
     """
 
     folder: str
@@ -215,9 +216,9 @@ def load(
 
 
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
-    """Return the layout of the data at `path`, and the paths of the files.
+    """Return the layout of the data set at `path` (its file names and format), and its files.
 
-    Return None if no data are found. The layout of an archive is None: `from_archive` finds it out
+    Return None if no data are found. For an archive the layout is None: `from_archive` finds it
     when it reads the archive.
     """
     if path.is_file():
@@ -242,7 +243,10 @@ def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list
 def from_archive(
     path: Path, layouts: tuple[Layout, ...], check: bool
 ) -> tuple[Layout, dict[str, bytes]]:
-    """Return the layout of an archive, and the contents of its files by name."""
+    """Return the layout (file names and format) of an archive, and its files' contents by name.
+
+    check  True to require the published checksum of the archive
+    """
     content = tar_members(path, {name for one in layouts for name in (*one.files, one.names)})
     nearest = max(layouts, key=lambda one: sum(name in content for name in one.files))
     absent = next((name for name in nearest.files if name not in content), None)
@@ -279,7 +283,12 @@ def arrays_of(
 
 
 def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images uint8 [n, 3, 32, 32] and labels [n] of one file."""
+    """Return the images, uint8 [n, 3, 32, 32], and the labels [n] of one record file.
+
+    data     content of the file
+    label    name of the file in errors
+    classes  number of classes; a label must be smaller
+    """
     if layout.head:
         length = layout.head + PIXELS
         if len(data) % length or not data:
@@ -297,7 +306,12 @@ def batch(data: bytes, layout: Layout, label: str, classes: int) -> tuple[np.nda
 
 
 def pickled(data: bytes, key: str, label: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images [n, 3072] and labels [n] of a pickle, which has the labels under `key`."""
+    """Return the images [n, 3072] and the labels [n] of one record file of the Python version.
+
+    data   content of the file, a pickle
+    key    key of the labels in the pickle
+    label  name of the file in errors
+    """
     content = unpickle(data, label)
     images = np.asarray(content.get("data"))
     labels = content.get(key)
@@ -332,7 +346,10 @@ def text_of(value: Any) -> str:
 
 
 def class_names(data: bytes | None, layout: Layout, label: str, official: list[str]) -> list[str]:
-    """Return the class names in the file content `data`, or `official` if `data` is None."""
+    """Return the class names in the content `data` of a file.
+
+    If the file does not exist, so that `data` is None, return `official`, the published names.
+    """
     if data is None:
         return official
     if layout.head:

@@ -1,4 +1,7 @@
-"""The 1,797 handwritten digits of 8x8 pixels in scikit-learn (Alpaydin, Kaynak 1998)."""
+"""The data source "digits": 1,797 handwritten digits of 8x8 pixels from scikit-learn.
+
+The data are by Alpaydin and Kaynak, 1998.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dpfed.data.tables import Source, Table
 
 @dataclass(frozen=True)
 class Digits(DataSection):
-    """Handwritten digits, without a download. The test set has every fifth record of a class."""
+    """Handwritten digits, without a download. Every fifth record of a class is for testing."""
 
     name: str = "digits"
 

@@ -6,8 +6,8 @@ set is the test set here. For MNLI this is dev_matched.tsv.
 
 The files have no quoting: a quotation mark is a plain character. Columns are found by the names in
 the first line. A row with more or fewer columns than the first line is an error. QQP is an
-exception: a few of its questions contain a line break. Such broken rows are left out, and a note
-counts them.
+exception: a few of its questions contain a line break, which splits the row. Such broken rows are
+left out, and a note to the user counts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
     label        name of the label column
     classes      names of the classes, in the order of their numbers
     train, test  accepted numbers of records; QQP has several, because programs that read QQP
-                 treat broken rows differently
+                 differ in the rows that they leave out
     numbers      True if the labels in the files are 0 and 1, not names of classes
     dev          file of the development set
     broken_rows  True to leave out rows with a wrong number of columns, False to refuse them
@@ -194,9 +194,9 @@ def _table(part: str, arrays: Arrays, task: Task) -> Table:
 
 
 def read_tsv(file: Path, task: Task) -> tuple[list[list[str]], list[int], int]:
-    """Return the text columns, the class numbers, and the number of broken rows that it skips.
+    """Return a file's text columns, its class numbers, and the number of broken rows left out.
 
-    Every text column is a list with one text per row.
+    A text column is a list with one text per row. A broken row has a wrong number of columns.
     """
     lines = lines_of(read_bytes(file), str(file))
     header = next(lines, "").split("\t")

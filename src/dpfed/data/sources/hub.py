@@ -7,8 +7,8 @@
     test_split = "validation"
 
 Set `data.text` (and `data.text_pair`) to the columns with texts, or `data.image` to the column with
-images. A language model also reads `data.prompt` and `data.completion`, or `data.messages`. This
-source never runs code that a data set on the hub contains.
+images. For a language model, `data.prompt` and `data.completion`, or `data.messages`, can be set
+instead. This source never runs code that a data set on the hub contains.
 """
 
 from __future__ import annotations
@@ -139,7 +139,10 @@ class Hub(DataSection):
         return encode_as(task, columns, self.classes or names or None, name)
 
     def _fingerprint(self, splits: list[Any]) -> str:
-        """Return a hash of the splits and options; "" if the library does not identify a split."""
+        """Return a hash that identifies the splits and the settings with which they are read.
+
+        Return "" if the `datasets` library gives no fingerprint of a split.
+        """
         marks = [str(getattr(split, "_fingerprint", "")) for split in splits]
         inputs = list(stated_columns(self).values())
         options = [*inputs, self.image, self.size, self.colour]
@@ -187,7 +190,8 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
     except Exception as error:
-        # Catch all errors: they may come from the network, from a parser or from the cache.
+        # Catch all errors: they may come from the network, from a parser or from the library's
+        # cache.
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
             f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and "
@@ -196,7 +200,10 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
 
 
 def columns_of(split: Any, label: str, without: str | None) -> Columns:
-    """Return the columns of a split, except the column `without`."""
+    """Return the columns of a split, except the column `without`, which holds images.
+
+    label  name of the split in errors
+    """
     try:
         names = [name for name in split.column_names if name != without]
         values = {name: list(split.with_format(None)[name]) for name in names}
@@ -209,7 +216,10 @@ def columns_of(split: Any, label: str, without: str | None) -> Columns:
 
 
 def encoded_images(split: Any, column: str, table: Columns) -> list[bytes]:
-    """Return the images of a column, each as the bytes of its image file."""
+    """Return the images of a column, each as the content of an image file, not yet decoded.
+
+    table  the other columns of the split, for errors
+    """
     import datasets
 
     if column not in split.column_names:

@@ -107,7 +107,10 @@ def class_folders(root: Path, part: str) -> list[Path]:
 
 
 class Images(NamedTuple):
-    """Image files, their class numbers, and the number of other files in the class folders."""
+    """The image files of all class folders, with their class numbers.
+
+    others  number of files in these folders that are not images
+    """
 
     files: list[Path]
     labels: list[int]
@@ -115,7 +118,7 @@ class Images(NamedTuple):
 
 
 def images_in(folders: list[Path], names: list[str]) -> Images:
-    """Return the images in class folders, sorted by folder and file name.
+    """Return the image files in class folders, sorted by folder and file name.
 
     The class number of an image is the position of its folder's name in `names`.
     """

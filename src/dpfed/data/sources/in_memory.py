@@ -1,6 +1,6 @@
-"""Data in memory that a program passes to `dpfed.fine_tune`.
+"""The data source "given": data in memory that a program passes to `dpfed.fine_tune`.
 
-The name of a column says what it holds: labels, texts, images or feature vectors.
+The name of a column tells what it holds: labels, texts, images or feature vectors.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from dpfed.data.memory_inputs import array_of, inputs_of, pick
 from dpfed.data.tables import Kind, Source, Table
 from dpfed.errors import DpfedError, phrase
 
-# Column that names the client of each record, if each client gave a data set of its own.
+# Name of the added column that names each record's client, if the user gave one data set per
+# client.
 CLIENT = "client"
 _given_source: ContextVar[Source | None] = ContextVar("given_source", default=None)
 
 
 @contextmanager
 def given_source(source: Source) -> Iterator[None]:
-    """Within this context, let `data.name = "given"` load this source."""
+    """Within this context, let the configuration `data.name = "given"` load this source."""
     token = _given_source.set(source)
     try:
         yield
@@ -63,11 +64,11 @@ class InMemory(DataSection):
 
 @dataclass(frozen=True)
 class _Given:
-    """The columns of one data set, and facts about them.
+    """The columns of one data set that the user gave, and facts about them.
 
     part         "train" or "test", for errors
     class_names  class names that the data set states for its label column; () if none
-    clients      names of the clients, if each gave a data set of its own
+    clients      names of the clients, if the user gave a separate data set for each; else ()
     """
 
     columns: Mapping[str, Any]
@@ -82,13 +83,14 @@ def source_of(
     classes: Sequence[str] | int | None = None,
     task: LabelTask | None = "classify",
 ) -> Source:
-    """Return a source of a training and a test table with the same columns.
+    """Return a source from the user's training and test data, which must have the same columns.
 
     train    private records: one data set, or one for each client in a list or a dictionary
     test     public records
     classes  names of the classes in the order of their numbers, or the number of classes;
-             None for the classes that occur in the tables
-    task     what a label is; None: "multilabel" for labels that are lists of names, else "classify"
+             None for the classes that occur in the data
+    task     meaning of a label: a class, a number or a set of classes; None for a set of classes
+             if labels are lists of names, else a class
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
@@ -133,7 +135,10 @@ def _refuse_unlike(train: np.ndarray, test: np.ndarray) -> None:
 
 
 def _given(data: Any, part: str) -> _Given:
-    """Return the columns of a data set. Data sets of several clients are concatenated."""
+    """Return the columns of the user's data. Data sets of several clients become one table.
+
+    part  "train" or "test", for errors
+    """
     clients = client_data(data)
     if not clients:
         columns = columns_of(data, part)
@@ -178,7 +183,11 @@ def _refuse_other_shapes(values: Mapping[str, Any], column: str) -> None:
 def _labels(
     train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
 ) -> Encoded:
-    """Return the labels of both tables as class numbers, or in the form that `task` needs."""
+    """Return the labels of the training and the test table, in the form that `task` needs.
+
+    The forms are class numbers ("classify"), real numbers ("regress") or sets of classes
+    ("multilabel").
+    """
     if task != "classify":
         return _other_labels(train, test, classes, task)
     if classes is None and _has_no_labels(train):
@@ -195,7 +204,8 @@ def _labels(
         return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
-        # pandas takes the categories from the labels, so the classes are private.
+        # pandas takes the categories from the labels, which are private, so the classes are private
+        # too.
         return replace(encode(columns, categories), declared=False)
     for column in columns:
         _refuse_negative(column)
@@ -205,14 +215,15 @@ def _labels(
 def _other_labels(
     train: _Given, test: _Given, classes: Sequence[str] | int | None, task: LabelTask
 ) -> Encoded:
-    """Return the labels of both tables for the tasks "regress" and "multilabel"."""
+    """Return the labels of the training and the test table for "regress" and "multilabel"."""
     declared = None if classes is None else _declared(classes)
     columns = []
     for given in (train, test):
         label = _label_name(given)
         values = given.columns[label]
         if has_columns(values):
-            # The labels are a data frame of 0 and 1. The names of its columns are the class names.
+            # For "multilabel", labels may be a data frame of 0 and 1. Its column names are the
+            # class names.
             declared = declared or tuple(map(str, values.columns))
             values = np.asarray(values)
         values = plain(values)
@@ -251,7 +262,7 @@ def _has_no_labels(given: _Given) -> bool:
 
 
 def _rows(given: _Given) -> int:
-    """Return the number of records of language data. Raise DpfedError for other data."""
+    """Return the number of records of language data. Raise DpfedError for data of other kinds."""
     forms = forms_in(given.columns)
     if not forms:
         inputs_of(given.columns, given.part)
@@ -269,9 +280,9 @@ def _declared(classes: Sequence[str] | int) -> tuple[str, ...] | int:
 
 
 def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
-    """Return the labels of a table, and the categories of their column in order.
+    """Return the label column of a table, and the ordered categories of a categorical column.
 
-    If the column is not categorical, the categories are ().
+    The categories are () if the column is not categorical.
     """
     columns, part = given.columns, given.part
     label = _label_name(given)
@@ -290,7 +301,7 @@ def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
         )
     places = [f"row {i} of {part}" for i in range(len(labels))]
     values = [None if is_missing(value) else value for value in labels.tolist()]
-    # Only a column of pandas can have categories.
+    # Only pandas has categorical columns.
     categories = getattr(getattr(columns[label], "dtype", None), "categories", None)
     return Column(values, places), tuple(map(str, () if categories is None else categories))
 
@@ -331,10 +342,9 @@ def _table(given: _Given, labels: np.ndarray) -> tuple[Table, Kind]:
 
 
 def _names_clients(values: Any) -> bool:
-    """Return True if the first value of a column is a text or a number.
+    """Return True if a column can name clients or units: its first value is a text or a number.
 
-    Only a column of texts or numbers can name clients or units. Other columns are not read, because
-    they may be large.
+    Other columns are not read, because they may be large.
     """
     kinds = str | int | float | np.generic | None
     return len(values) > 0 and isinstance(next(iter(values)), kinds)

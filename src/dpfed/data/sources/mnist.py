@@ -102,7 +102,7 @@ class FashionMnist(Mnist):
 
 
 def find(folder: Path, stem: str, url: str) -> Path:
-    """Return the path of a data file, which may have any of its common names.
+    """Return the path of one of the four data files, which may have several spellings.
 
     stem  the name without its ending, such as train-images-idx3
     """
@@ -116,10 +116,10 @@ def find(folder: Path, stem: str, url: str) -> Path:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Return the array in an IDX file of bytes; `axes` is its number of axes.
+    """Return the array of bytes in an IDX file, the format of MNIST; `axes` is its number of axes.
 
-    The file has two zero bytes, the type 8, the number of axes, the length of each axis and the
-    values.
+    The file has two zero bytes, the type code 8, the number of axes, the length of each axis, and
+    the values.
     """
     data = read_bytes(path)
     head = 4 + 4 * axes

@@ -68,7 +68,7 @@ class Npz(DataSection):
         )
 
     def _encoded(self, arrays: dict[str, np.ndarray], task: LabelTask) -> Encoded:
-        """Return the labels of both parts, as class numbers, numbers or sets of classes."""
+        """Return the labels of both parts, as class numbers, real numbers or sets of classes."""
         if task != "classify":
             axes = 1 if task == "regress" else 2
             columns = []
@@ -95,7 +95,7 @@ class Npz(DataSection):
             with archive:
                 arrays = {key: archive[key] for key in archive.files}
         except Exception as error:
-            # Catch all errors: numpy and zipfile raise many classes for damaged files.
+            # Catch all errors, because numpy and zipfile raise many classes for damaged files.
             raise DpfedError(f"{path} cannot be read as an .npz archive: {reason(error)}") from None
         return {key: value for key, value in arrays.items() if isinstance(value, np.ndarray)}
 
@@ -129,8 +129,8 @@ class Npz(DataSection):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        # Refuse values that are not finite. Training would silently ignore such a record, and a
-        # test loss would be NaN.
+        # Training would silently ignore a record with values that are not finite, and a test loss
+        # would be NaN.
         if len(bad):
             raise DpfedError(
                 f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: "

@@ -1,8 +1,8 @@
 """A user's own texts: a CSV, TSV, JSONL or Parquet table with a column of texts and one of labels.
 
-For language models a table has no labels: its records are texts, completions or chats. With
-`model.task = "regress"` labels are numbers. With "multilabel" they are names between semicolons or
-a JSON list; or `data.label` lists several columns of 0 and 1.
+For language models a table has no labels: its records are texts, prompts with completions, or
+chats. With `model.task = "regress"` labels are numbers. With "multilabel" they are names between
+semicolons or a JSON list; or `data.label` lists several columns of 0 and 1.
 
     [data]
     name = "text-table"
@@ -37,7 +37,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
 Count = Annotated[int, Ge(2)]
-# The texts for 0 and 1 in files that spreadsheets and data frames write.
+# The numbers 0 and 1 as spreadsheets and data frames write them in text files.
 FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1}
 
 
@@ -74,7 +74,10 @@ class TextTable(DataSection):
         return self._source([private, test], task)
 
     def load_train(self, task: LabelTask = "classify") -> Source:
-        """Return the data of a network client. Without a test table, `test` equals `train`."""
+        """Return the data of a client in a network, which may have no test table.
+
+        Without a test table, `test` of the result equals `train`.
+        """
         private, test = self._paths()
         if private is None or test is not None:
             return self.load(task)
@@ -82,14 +85,17 @@ class TextTable(DataSection):
         return replace(source, test=source.train)
 
     def load_test(self, task: LabelTask = "classify") -> Source:
-        """Return the data of a network server. Without a training table, `train` equals `test`."""
+        """Return the data of the server in a network, which may have no training table.
+
+        Without a training table, `train` of the result equals `test`.
+        """
         private, test = self._paths()
         if test is None or private is not None:
             return self.load(task)
         return self._source([test, test], task)
 
     def _paths(self) -> tuple[Path | None, Path | None]:
-        """Return the paths of the private and the test table; None for a path that is not set."""
+        """Return the paths of the private and the test table; None for a table that is not set."""
         paths = [None if p is None else Path(p).expanduser() for p in (self.path, self.test_path)]
         private, test = paths
         if private is None:
@@ -104,7 +110,7 @@ class TextTable(DataSection):
         return private, test
 
     def _source(self, paths: list[Path], task: LabelTask) -> Source:
-        """Return the source of a table of training records and a table of test records."""
+        """Return the data source that the two tables at `paths` form: training and test records."""
         train, test = (read_columns(path) for path in paths)
         names = input_columns(stated_columns(self), train.values, train.label)
         label = label_column(self, train.values)
@@ -142,7 +148,7 @@ class TextTable(DataSection):
     def _flags(
         self, train: Columns, test: Columns, columns: tuple[str, ...], task: LabelTask
     ) -> Encoded:
-        """Return the labels of a table with one column of 0 and 1 for each class."""
+        """Return the labels of a table that has one column of 0 and 1 for each class."""
         if task != "multilabel" or self.classes is not None:
             raise DpfedError(
                 "data.label lists columns, which are the classes of "
@@ -151,15 +157,16 @@ class TextTable(DataSection):
         parts = []
         for table in (train, test):
             flags = [map(str, table.get(name, "data.label")) for name in columns]
-            # In CSV files the flags are texts; in other files they are numbers.
+            # The flags 0 and 1 are texts in CSV files and numbers in other files, so `flags` holds
+            # texts for both.
             rows = [[FLAGS.get(value, value) for value in row] for row in zip(*flags, strict=True)]
             parts.append(Column(rows, table.places()))
         return encode_as(task, parts, columns)
 
     def _fingerprint(self, paths: list[Path], names: dict[str, str]) -> str:
-        """Return a hash of both files and of the names of the columns that the model reads.
+        """Return a hash of both tables and of the names of the columns that the model reads.
 
-        The files are hashed on each call, because users' tables are small.
+        The files are hashed on each call, which is fast because users' tables are small.
         """
         digest = hashlib.sha256(json.dumps(sorted(names.items())).encode())
         for path in paths:
@@ -169,7 +176,7 @@ class TextTable(DataSection):
 
 
 def table_in(folder: Path, name: str) -> Path:
-    """Return the only table with this name in a folder, such as train.jsonl."""
+    """Return the path of the only table with this name in a folder, such as train.jsonl."""
     found = sorted(p for p in folder.glob(f"{name}.*") if p.suffix.lower() in READERS)
     if len(found) != 1:
         have = " and ".join(p.name for p in found) or "none"

@@ -3,7 +3,7 @@
 `data.path` is the folder tiny-imagenet-200, a folder that contains it, or the .zip, which is read
 without being unpacked. The published test set has no labels, so the validation set is the test set
 here. Classes are numbered in the order of their WordNet ids, as programs that read image folders
-do. `data.check = false` accepts fewer classes and images in the same layout.
+do. `data.check = false` also accepts fewer classes and images in the same format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RECORDS = {"train": 100_000, "val": 10_000}
 class Files:
     """The files of the data set, in a folder or in a zip archive.
 
-    label   the folder or archive, for errors
+    label   path of the folder or archive, for errors
     names   paths of the files, relative to the data set's root folder
     read    returns the content of a file, given its path in `names`
     stamps  the files whose path, size and modification time form the cache key
@@ -103,7 +103,7 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
         try:
             return archive.read(info)
         except Exception as error:
-            # Catch all errors: zipfile passes on the errors of every decompressor.
+            # Catch all errors, because zipfile raises the different errors of every decompressor.
             raise DpfedError(f"{path}/{root}{name} cannot be read: {error}") from None
 
     names = sorted(name.removeprefix(root) for name in inside if name.startswith(root))
@@ -155,7 +155,7 @@ def images(files: Files, names: list[str]) -> np.ndarray:
 def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
     """Return the class number of each training image, by the path of the image.
 
-    numbers  class number by WordNet id; the id is also the name of the image's folder
+    numbers  class number by WordNet id; the id is also the name of the class's folder
     """
     labels = {}
     for name in files.names:
@@ -170,7 +170,9 @@ def training_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
-    """Return the class number of each validation image in val_annotations.txt, by the image's path.
+    """Return the class number of each validation image, by the path of the image.
+
+    The file val_annotations.txt lists the images and their classes.
 
     numbers  class number by WordNet id
     """
@@ -194,7 +196,7 @@ def validation_images(files: Files, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def class_names(files: Files, wnids: list[str]) -> list[str]:
-    """Return the name of each class: its first word in words.txt, or else its WordNet id."""
+    """Return the name of each class: the first name in words.txt, or else its WordNet id."""
     words = {}
     if "words.txt" in files.names:
         for line in files.lines("words.txt"):

@@ -1,1 +1,1 @@
-"""Faster versions of common layers, built on `accel`. Each gives the same results as its layer."""
+"""Faster versions of common layers, built on `accel`, with the same results as the plain layers."""

@@ -1,8 +1,8 @@
-"""Self-attention of BERT and RoBERTa in one kernel, for small heads and short texts.
+"""Self-attention of BERT and RoBERTa in one Triton kernel, for small heads and short texts.
 
-The kernel treats each record as one window (see `accel.operators.attention`). In all other cases
-the code of transformers runs: for large heads (RoBERTa-base), long texts, decoders, dropout of
-attention probabilities, and models that return these probabilities.
+The kernel treats each record as one window, a group of positions that attend only to one another.
+In all other cases the code of transformers runs: for large heads (RoBERTa-base), long texts,
+decoders, dropout of attention probabilities, and models that return these probabilities.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ LAYERS = {
     "transformers.models.bert.modeling_bert.BertSelfAttention",
     "transformers.models.roberta.modeling_roberta.RobertaSelfAttention",
 }
-# The layers in transformers accept these arguments but do not read them, so ignore them here too.
+# BERT's attention in transformers accepts these arguments but does not read them. The faster
+# version therefore ignores them too.
 UNREAD = {"encoder_hidden_states", "position_ids"}
 
 
@@ -78,10 +79,12 @@ def _fits(attention: Any, x: Tensor) -> bool:
 
 
 def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
-    """Return True if the kernel accepts the mask: None, or `[M or 1, 1, n or 1, n]` for all heads.
+    """Return True if the kernel accepts the attention mask: None, or the same mask for all heads.
 
-    A boolean mask is accepted only for the implementation "sdpa". Eager attention adds a
-    boolean mask to the scores as the numbers 0 and 1, which the kernel does not do.
+    The mask has the shape `[M, 1, n, n]`, for M records with n positions each. The first and the
+    third axis may have length 1. A boolean mask is accepted only for the implementation "sdpa".
+    Eager attention adds a boolean mask to the scores as the numbers 0 and 1, which the kernel does
+    not do.
     """
     if mask is None:
         return True
@@ -99,7 +102,7 @@ def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
 
 
 def _additive(mask: Tensor | None) -> Tensor | None:
-    """Return None, or the mask as numbers to add to the scores, `[M or 1, 1 or n, n]`."""
+    """Return the attention mask as numbers to add to the scores, `[M or 1, 1 or n, n]`, or None."""
     if mask is None:
         return None
     mask = mask[:, 0]

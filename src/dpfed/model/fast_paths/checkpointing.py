@@ -1,9 +1,9 @@
 """Gradient checkpointing: layers keep only their inputs and compute the rest again for gradients.
 
-Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The transformers
-library would compute layers again with the model's plain weights. Here a layer keeps each record's
-copy of its weights and the keys of its dropout. The second computation is therefore bitwise equal
-to the first.
+Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost, 2016. The checkpointing in
+the transformers library would repeat a layer with the model's plain weights. Here the layer
+remembers each record's copy of its weights and each record's dropout key. The second computation is
+therefore bitwise equal to the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Replace the classes of the model's repeated layers by checkpointed versions, in place.
+    """Make the model's repeated layers checkpointed, by replacing their classes in place.
 
     Raise DpfedError for a model without repeated layers.
     """
@@ -38,14 +38,15 @@ def checkpoint_layers(model: nn.Module) -> None:
 @once_per_class
 def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The compiler checkpoints a compiled layer itself (per_sample/compiled.py).
+        # In compiled code the compiler does the checkpointing itself (per_sample/compiled.py).
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return cls.forward(self, *args, **kwargs)
-        # A shallow copy has the same modules and tensors, without this forward pass.
+        # A shallow copy has the same modules and tensors but the original class. Its forward pass
+        # does not call this function again.
         plain = copy.copy(self)
         plain.__class__ = cls
-        # One tensor may have several names: tied weights, and the keys of all dropout layers.
-        # Collect it under every name.
+        # Tied weights, or the keys of all dropout layers, are one tensor with several names.
+        # Collect the tensor under every name.
         weights = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),

@@ -1,4 +1,4 @@
-"""Layer normalisation with frozen weights by the kernels of `accel`, which suit narrow rows."""
+"""Layer normalisation with frozen weights by the Triton kernels of `accel`, for short rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpfed.accel.operators.norm import frozen_layer_norm
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """A LayerNorm that uses the kernels while its weights are frozen.
+    """A LayerNorm that uses the kernels of `accel` while its weights are frozen.
 
     In compiled code PyTorch's layer runs instead, because the compiler generates a kernel for it.
     """

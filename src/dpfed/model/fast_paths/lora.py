@@ -13,7 +13,7 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def fuse_lora(model: nn.Module) -> None:
-    """Replace the class of every linear LoRA layer of peft by one that uses the operator, in place.
+    """Make every linear LoRA layer of peft use the operator, by replacing its class in place.
 
     The operator runs if the layer has one active adapter without dropout, and each sample has its
     own adapter weights. Otherwise peft's code runs. In compiled code on a CPU peft's code runs too,

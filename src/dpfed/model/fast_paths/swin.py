@@ -1,8 +1,8 @@
 """Faster versions of Swin's layers, which read and write memory less often.
 
-Attention runs in kernels where they are available. Tensors that depend only on shapes or on frozen
-weights are computed once: the mask of shifted windows, the order of patches, the position bias.
-Images that need no padding are not copied.
+Attention runs in Triton kernels where they are available. Tensors that depend only on shapes or on
+frozen weights are computed once: the mask of shifted windows, the order of patches, the position
+bias. Images that need no padding are not copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULE = "transformers.models.swin.modeling_swin"
 
 
 def fuse_windows(model: nn.Module) -> None:
-    """Replace the classes of Swin's layers by the faster classes, in place.
+    """Replace the classes of Swin's layers by the faster classes of this module, in place.
 
     Attention whose position bias is trained still runs the code of transformers.
     """
@@ -67,17 +67,19 @@ def _fits(attention: Any, x: Tensor) -> bool:
 
 
 def _bias(attention: Any) -> Tensor:
-    """Return the position bias `[heads, n, n]`, which is stored until its table changes.
+    """Return the position bias `[heads, n, n]` for windows of n positions.
 
-    The bias is computed again if the table is replaced, moved or written to. A write through
-    `.data` cannot be detected, so the stored bias remains in use.
+    The bias is computed from a table of weights and stored. It is computed again if the table is
+    replaced, moved or written to. A write through `.data` cannot be detected; the stored bias then
+    remains in use.
     """
     bias = attention.relative_position_bias
     table = bias.relative_position_bias_table
     if torch.compiler.is_compiling() or table.is_inference():
         return bias()[0]  # type: ignore[no-any-return]
     stored = attention.__dict__.get("_stored_bias")
-    # The stored tensor keeps the table's memory alive, so no other table can get the same address.
+    # The stored entry keeps the table's memory alive. No other table can therefore get the same
+    # address, which is compared here.
     if (
         stored
         and stored[0].data_ptr() == table.data_ptr()
@@ -144,7 +146,7 @@ def _fused_layer(cls: type[nn.Module]) -> type[nn.Module]:
 @once_per_class
 def _fused_merging(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, input_feature: Tensor, input_dimensions: Size) -> Any:
-        """Merge each 2 x 2 square of patches into one row by one reordering.
+        """Merge each 2 x 2 square of patches into one row by one reordering of all patches.
 
         The code of transformers makes four slices instead. The gradient of each slice has the size
         of the whole input, so that code writes more memory.
@@ -172,9 +174,9 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
     def get_reshaped_hidden_states(
         self: Any, hidden_states: Tensor, before: Tensor, height: int, width: int, is_before: bool
     ) -> Tensor:
-        """Return the hidden states as images, without copying memory.
+        """Return the hidden states as images, by a reshape without a copy.
 
-        The code of transformers makes a copy, but most callers do not use these images.
+        The code of transformers makes a copy, although most callers do not use these images.
         """
         if is_before:
             x, size = before, (height, width)
@@ -190,8 +192,8 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
 def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
     """Return the permutation from image order to window order and its inverse.
 
-    Return None if the layer's own code in `transformers` must run. Images that need padding are
-    one reason. Compiled code is another, because the compiler itself fuses norm, shift and windows.
+    Return None if the layer's own code in transformers must run. This code also runs for images
+    that need padding and when compiling, because the compiler itself fuses norm, shift and windows.
     """
     window, shift = layer.window_size, layer.shift_size
     height, width = size
@@ -218,26 +220,31 @@ def _order(
     return _stored(key, make, device)  # type: ignore[no-any-return]
 
 
-# (key, device) -> small tensors that depend only on the key. Nothing is deleted here, because
-# captured CUDA graphs read these tensors.
+# (key, device) -> small tensors that depend only on the key. Never delete one: captured CUDA graphs
+# read the memory of these tensors.
 _STORED: dict[tuple[Any, ...], Any] = {}
 
 
 def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
-    """Return the stored value of `key`; the first call on a device computes it by `make`.
+    """Return the stored tensors for `key`; the first call on a device computes them by `make`.
 
-    Return None if no value is stored yet and a CUDA graph capture is running.
+    Return None if nothing is stored yet and a CUDA graph capture is running. Tensors that are made
+    during a capture cannot be kept for use outside its graph.
     """
     if (key, device) not in _STORED:
         if _capturing(device):
             return None
-        # If another thread has stored a value meanwhile, keep it: a captured graph may read it.
+        # Another thread may have stored tensors in the meantime. Keep those, because a captured
+        # graph may read them already.
         return _STORED.setdefault((key, device), _computed_for_all_streams(make, device))
     return _STORED[key, device]
 
 
 def _computed_for_all_streams(make: Callable[[], Any], device: torch.device) -> Any:
-    """Return the result of `make`, usable later with gradients and on other CUDA streams."""
+    """Return the result of `make`, usable later with gradients and on other CUDA streams.
+
+    The call waits until the GPU has computed the result.
+    """
     with torch.inference_mode(False), torch.no_grad():
         computed = make()
     if device.type == "cuda":

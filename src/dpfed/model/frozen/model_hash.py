@@ -1,4 +1,4 @@
-"""A hash of a model's frozen tensors, by which client and server check that their models agree."""
+"""A hash of a model's frozen tensors, by which client and server compare their models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def model_hash(model: nn.Module, space: Space, skip_replaced: bool = False) -> s
 
     The hash covers names and shapes of all tensors, and the bytes of the frozen tensors.
 
+    space          names and shapes of the trainable tensors
     skip_replaced  True leaves out original modules that peft has replaced by trainable copies
     """
     digest = hashlib.sha256()

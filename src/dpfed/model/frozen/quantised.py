@@ -3,13 +3,14 @@
 int8   torchao, weights only: one scale for each output row
 4bit   bitsandbytes: NF4 with quantised scales (Dettmers et al., QLoRA, NeurIPS 2023)
 
-The libraries only store the weights. For each product, forward or backward, the layers here convert
-their weights back to floating point and compute like plain layers. The libraries' own products are
-not used. One keeps floating-point weights for the backward pass. Another has no gradients on a CPU
-in eval mode, and there it rounds differently than in training.
+The two libraries only store the weights. For each matrix product, forward or backward, the layers
+here convert their weights back to floating point and compute like plain layers. The libraries' own
+products are not used. The product of one library keeps floating-point weights for the backward
+pass. The product of the other has no gradients on a CPU in eval mode, and there it rounds
+differently than in training.
 
 Other forms of quantisation are refused by name. The 8-bit form of bitsandbytes, for example, looks
-for outliers among all tokens of a pass, and so mixes records.
+for outliers among all tokens of a batch, so one record changes the results of others.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def quantisation(how: Quantize, config: Any, skip: Sequence[str]) -> Any:
 
 
 def _stated(config: Any) -> dict[str, Any] | None:
-    """Return the quantisation that a model's configuration declares, or None."""
+    """Return the quantisation that a model's configuration declares, or None for plain weights."""
     stated = getattr(config, "quantization_config", None)
     if stated is None or isinstance(stated, dict):
         return stated
@@ -63,7 +64,10 @@ def _stated(config: Any) -> dict[str, Any] | None:
 
 
 def _library_of(stated: dict[str, Any]) -> str:
-    """Return the library that reads weights of this quantisation, or raise DpfedError."""
+    """Return the name of the library that reads weights with the declared quantisation `stated`.
+
+    Raise DpfedError for a form of quantisation that cannot be used here.
+    """
     method = str(stated.get("quant_method", "unknown"))
     known = ""
     if method == "bitsandbytes":
@@ -90,7 +94,7 @@ def _require(library: str, needs: str) -> None:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hide the warnings about missing GPU code that the libraries log when they are imported."""
+    """Hide the warnings about missing GPU code that torchao and bitsandbytes log on import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -123,7 +127,7 @@ def is_quantised(value: Tensor) -> bool:
 
 
 def is_int8(value: Tensor) -> bool:
-    """Return True for a weight of torchao."""
+    """Return True for a weight that torchao stores in 8 bits."""
     return hasattr(value, "__tensor_flatten__") and hasattr(value, "qdata")
 
 
@@ -132,7 +136,10 @@ def has_quantised(model: nn.Module) -> bool:
 
 
 def number_of_weights(model: nn.Module) -> int:
-    """Return the number of parameters, with the full size of quantised weights."""
+    """Return the number of parameters of a model.
+
+    A quantised weight counts with the number of its original values, not of its packed bytes.
+    """
     return sum(_size(p) for p in model.parameters())
 
 
@@ -142,7 +149,10 @@ def _size(value: Tensor) -> int:
 
 
 def stored_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that store a weight, by name: itself, or packed numbers and scales."""
+    """Return the tensors that store the weight `value`, by name.
+
+    A plain weight is stored as itself, a quantised weight as packed numbers and scales.
+    """
     state = getattr(value, "quant_state", None)
     if state is not None:
         parts = {f"{name}.{key}": x for key, x in state.as_dict(packed=True).items()}
@@ -186,7 +196,10 @@ def numbers(weight: Any, dtype: torch.dtype) -> Tensor:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product x Wᵀ with a quantised W. No floating-point copy of W is kept."""
+    """The product x Wᵀ with a quantised W, which saves memory.
+
+    The floating-point form of W is not stored: the backward pass computes it again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Freeze trainable tensors that a forward pass never uses, such as the mask token of pretraining.
 
-Such tensors have no gradient. They are found by a forward pass on the meta device, where tensors
-have shapes but no values.
+Such tensors have no gradient. They are found by a forward pass on PyTorch's meta device, where
+tensors have shapes but no values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
-# Largest number of tensors that a note for the user names. The note counts the remaining tensors.
+# Largest number of tensors whose names a note to the user lists; the others are only counted.
 NAMED = 3
 
 
@@ -44,7 +44,7 @@ def freeze_unused(model: nn.Module, built: Built, spec: InputSpec) -> tuple[str,
 def _used_by_outputs(model: nn.Module, built: Built, spec: InputSpec) -> set[str] | None:
     """Return the names of the tensors on which the outputs depend.
 
-    Return None if the model cannot run on the meta device.
+    Return None if the model cannot run on PyTorch's meta device, where tensors have no values.
     """
     with torch.device("cpu"):
         records = (built.spec or spec).synthetic(2, torch.Generator().manual_seed(0))
@@ -53,15 +53,16 @@ def _used_by_outputs(model: nn.Module, built: Built, spec: InputSpec) -> set[str
         try:
             return _reached_tensors(_on_meta(model), prepare(dict(inputs)))
         except Exception:
-            # On the meta device, models with `if` on values raise errors of many classes.
+            # Models with `if` on values raise errors of many classes on the meta device, which has
+            # no values. Try the next form of the inputs.
             continue
     return None
 
 
 def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs with a 4-D mask that hides no token.
+    """Return the inputs with an attention mask of four axes that hides no token.
 
-    With a 2-D mask, models run `if` on its values, which is impossible on the meta device.
+    With a mask of two axes, models run `if` on its values, which is impossible on the meta device.
     """
     ids = inputs["input_ids"].long()
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], device=ids.device)
@@ -69,12 +70,12 @@ def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs without a mask, for a model that accepts no 4-D mask."""
+    """Return the inputs without an attention mask, for models that accept no mask of four axes."""
     return {"input_ids": inputs["input_ids"].long()}
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device, so that a pass cannot change the model."""
+    """Return a copy of the model on the meta device. A forward pass cannot change the original."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         empty = torch.empty_like(p, device="meta")
@@ -102,7 +103,7 @@ def _reached_tensors(model: nn.Module, arguments: dict[str, Tensor]) -> set[str]
 
 
 def _unread_by_architecture(model: nn.Module, names: dict[str, nn.Parameter]) -> set[str]:
-    """Return names of tensors that a pass uses although the output does not depend on them.
+    """Return names of tensors that a forward pass reads without an effect on the output.
 
     Longformer's classifier reads only the first token, which uses global attention. The local
     query, key and value layers of the last layer therefore have no effect.

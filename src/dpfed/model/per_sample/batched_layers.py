@@ -1,9 +1,10 @@
 """Batched layers: trainable layers that accept one copy of their weights per sample.
 
 A batched layer is the original module with its class replaced in place, so names and hooks remain
-and `isinstance` works as before. With its own weights `[*shape]` the layer's outputs do not change.
-With copies `[M, *shape]`, passed by `torch.func.functional_call`, sample j uses copy j. One
-backward pass then gives the gradients of the copies, which are the per-sample gradients.
+and `isinstance` works as before. With its own weights `[*shape]` the layer computes as before. With
+copies of the weights for M samples, `[M, *shape]`, passed by `torch.func.functional_call`, sample j
+uses copy j. One backward pass then gives the gradients of the copies, which are the per-sample
+gradients.
 
 The leading axis of an activation may be any multiple of M, ordered by record. Swin needs this: it
 puts the windows of all images on the leading axis.
@@ -24,15 +25,17 @@ from dpfed.accel.operators.patches import patch_counts, patches
 from dpfed.model.per_sample.derived_class import derived, once_per_class
 from dpfed.model.per_sample.keyed_dropout import KEY
 
-# A function that takes a function of one record and returns the same function of all records. The
+# A function such as vmap: it turns a function of one record into a function of all records. The
 # list has for each argument the axis of the records, or None if all records share the argument.
 MapRecords = Callable[[Callable[..., Any], list[int | None]], Callable[..., Any]]
 
 
 def per_sample(x: Tensor, samples: int, module: nn.Module) -> Tensor:
-    """Return `x [M*k, ...]` in shape `[M, k, ...]`, where M is `samples`.
+    """Return `x [M*k, ...]` in shape `[M, k, ...]`: k rows for each of M samples.
 
-    If the leading axis has length 1, as for position ids, all samples share `x`.
+    M is `samples`. If the leading axis has length 1, as for position ids, all samples share `x`.
+
+    module  the layer, for the error
     """
     if x.shape[0] == 1 and samples != 1:
         x = x.expand(samples, *x.shape[1:])
@@ -96,8 +99,8 @@ class BatchedEmbedding(nn.Embedding):
         grouped = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
-        # All copies form one table, where a wrong id would read another record's copy. Replace
-        # wrong ids by an id outside all copies, so that PyTorch reports an error.
+        # The copies of all records form one table, in which a wrong id would read another record's
+        # copy. Replace wrong ids by an id beyond the table, for which PyTorch raises an error.
         known = (grouped >= 0) & (grouped < rows)
         y = F.embedding(torch.where(known, grouped + offset, samples * rows), table)
         if self.padding_idx is not None:
@@ -120,8 +123,8 @@ class BatchedConv2d(nn.Conv2d):
             padding = 0
         if self._as_product(grouped):
             return self._product(grouped.flatten(0, 1))
-        # Use float32 instead of half precision on a CPU: the half-precision kernel for groups
-        # spreads a NaN from one group to its neighbour.
+        # Each record has its own groups. In half precision on a CPU, PyTorch's kernel spreads a NaN
+        # from one group to its neighbour, so use float32 there.
         dtype = torch.float32 if _half_on_cpu(x) else x.dtype
         inner = grouped.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]
         weight = self.weight.flatten(0, 1).to(dtype)
@@ -144,9 +147,9 @@ class BatchedConv2d(nn.Conv2d):
     def _product_is_faster(self, x: Tensor) -> bool:
         """Return True if a matrix product with patches is faster than a convolution with groups.
 
-        The product is always faster on a GPU, which has no fast convolution for many groups. On a
-        CPU the convolution is faster for many patches or few channels (measured on one and two
-        threads).
+        Both compute one convolution per record. The product is always faster on a GPU, which has no
+        fast convolution for many groups. On a CPU the convolution is faster for many patches or few
+        channels (measured on one and two threads).
         """
         if x.device.type != "cpu" or _half_on_cpu(x) or self.kernel_size == (1, 1):
             return True
@@ -160,8 +163,9 @@ class BatchedConv2d(nn.Conv2d):
     def _product(self, x: Tensor) -> Tensor:
         """Return the output images of the convolution, computed by one matrix product per record.
 
-        The product multiplies the weights `[M, o, c*h*w]` by the patches of the images `x`,
-        `[M, c*h*w, places]`.
+        For M records, the product multiplies the weights `[M, o, c*h*w]` by the patches of the
+        images `x`, `[M, c*h*w, places]`. A patch has h x w pixels of c channels; `places` is the
+        number of patches.
         """
         columns, weight = patches(x, *self._sizes), self.weight.flatten(2)
         if self.bias is None:
@@ -175,8 +179,8 @@ def _half_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-# Plain class -> batched class. Subclasses of a plain class use `vmap_layer` instead, because they
-# may have another forward pass.
+# Plain class -> batched class, which accepts one copy of its weights per record. Subclasses of a
+# plain class may have another forward pass; they use `vmap_layer`.
 BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: BatchedLinear,
     nn.LayerNorm: BatchedLayerNorm,
@@ -188,13 +192,19 @@ BATCHED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 @once_per_class
 def vmap_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class, which computes all records by one `vmap`."""
+    """Return a subclass of any module class that accepts one copy of its weights per record.
+
+    It computes all records by one `vmap`.
+    """
     return _mapped_layer(cls, lambda one, axes: torch.vmap(one, (0, *axes), randomness="different"))
 
 
 @once_per_class
 def loop_layer(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of any module class, which computes one record after another."""
+    """Return a subclass of any module class that accepts one copy of its weights per record.
+
+    It computes one record after another.
+    """
     return _mapped_layer(cls, _by_loop)
 
 
@@ -225,7 +235,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             per_sample(leaf, samples, self) if axis == 0 else leaf
             for leaf, axis in zip(flat, axes, strict=True)
         ]
-        # Split the dropout keys too, so that dropout inside the module uses the record's own key.
+        # Give each record its dropout key too, for dropout layers inside this module.
         for name, buffer in self.named_buffers():
             if name.rpartition(".")[2] == KEY and buffer.numel():
                 batched[name] = buffer.unsqueeze(1)
@@ -235,7 +245,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             one_args, one_kwargs = torch.utils._pytree.tree_unflatten(list(leaves), spec)
             out = torch.func.functional_call(self, weights, one_args, one_kwargs)
             form[:] = torch.utils._pytree.tree_flatten(out)
-            # `vmap` can return only tensors, so the other outputs are kept in `form`.
+            # `vmap` can return only tensors, so outputs that are no tensors are kept in `form`.
             return [y for y in form[0] if isinstance(y, Tensor)]
 
         tensors = iter(map_records(single, axes)(batched, *leaves))
@@ -248,16 +258,17 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
 def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int | None]:
     """Return for each argument 0 if its first axis holds records, or None if records share it.
 
-    The first call guesses from the shapes, and later calls return the result of the first call. The
-    first call comes from the isolation check, which detects a wrong guess. Nothing would detect a
-    wrong guess in a later call, where a shared argument may have a fitting length by chance.
+    The first call guesses from the shapes, and later calls return the same result. The first call
+    comes from the isolation check, which detects wrong gradients and so a wrong guess. In a later
+    call a wrong guess would remain unnoticed: a shared argument may have a fitting length by
+    chance.
     """
     known: dict[int, list[int | None]] = module.__dict__.setdefault("_axes", {})
     axes = known.get(len(leaves))
     if axes is None:
         axes = [0 if _is_batched(leaf, samples) else None for leaf in leaves]
-        # With one record every argument looks batched. Do not store this answer, because it is
-        # wrong for more records.
+        # With one record every argument seems to hold records. Do not store this result, because it
+        # is wrong for more records.
         if samples > 1:
             known[len(leaves)] = axes
     return axes
@@ -268,10 +279,11 @@ def _is_batched(leaf: Any, samples: int) -> bool:
 
 
 def install_swin_bias(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Make Swin's position bias and its parent, the attention, batched. Return True if done.
+    """Let Swin's position bias accept one copy of its weights per record. Return True if done.
 
-    Return False for any other module, which does not change. The bias has no input, so the parent
-    tells it how many windows each record has.
+    The class of its parent, the attention layer, is replaced too: the bias has no input, so the
+    parent tells it how many windows each record has. Return False for any other module, which does
+    not change.
     """
     if type(module).__name__ != "SwinRelativePositionBias" or parent is None:
         return False

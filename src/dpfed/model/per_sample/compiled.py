@@ -1,6 +1,6 @@
 """Compile a model layer by layer if possible, otherwise as a whole, otherwise not at all.
 
-If a compilation fails, a warning is logged and the run continues.
+If a compilation fails, a warning is logged and the next way is tried.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of the activations that are stored for the backward pass. The others are cheap and computed
-# again, which takes 1 % more time and saves a sixth of the memory (docs/performance.md).
+# Share of the activations that are stored. The cheap others are computed again, which takes 1 %
+# more time and saves a sixth of the memory (docs/performance.md).
 ACTIVATION_BUDGET = 0.8
 
 
@@ -26,8 +26,8 @@ class Compiled:
     batch shape. The second attempt compiles the whole model, which takes many times as long. If
     both fail, calls go to `plain`.
 
-    checkpoints  True stores only the inputs of each layer for the backward pass. The whole model is
-                 then not compiled at once, because it would be one single layer.
+    checkpoints  True stores only the inputs of each layer for the backward pass. Only compilation
+                 layer by layer can do this, so the whole model is then never compiled.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Compiled:
         checkpoints: bool = False,
         **options: Any,
     ) -> None:
-        # torch.compile limits the recompilations of one function, and the layers of all classes and
-        # stages share one function. The default limit of 8 is too low for them.
+        # torch.compile limits the recompilations of one function. All layers count as one function,
+        # so the default limit of 8 is too low.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._plain = plain
         self._layers = repeated_layers(model)
@@ -63,8 +63,8 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Compilers raise errors of many classes. After any error, try the next way of
-                # compilation, or run uncompiled.
+                # Catch all errors, because compilers raise errors of many classes. Then try the
+                # next way of compilation, or run uncompiled.
                 self._give_up(error)
         return self._plain(*arguments)
 
@@ -84,10 +84,10 @@ class Compiled:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error's message, cut to 240 characters.
+    """Return an error's reason: the first line of its message, cut to 240 characters.
 
-    A compiler's first line may only say where the error was raised and end with a colon. The second
-    line is then included.
+    The first line of a compiler's message may end with a colon and give no reason. The second line
+    is then included.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -96,10 +96,10 @@ def reason_of(error: Exception) -> str:
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers of a model: the members of module lists with a single class.
+    """Return a model's repeated layers, such as the blocks of a Transformer.
 
-    All members of such a list have one class. If lists are nested, as in Swin's stages, only the
-    innermost lists count.
+    They are the members of module lists whose members all have one class. If such lists are nested,
+    as in Swin's stages, only the innermost lists count.
     """
 
     def is_row(module: nn.Module) -> bool:

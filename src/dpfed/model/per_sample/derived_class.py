@@ -1,4 +1,7 @@
-"""Create subclasses of layer classes. Existing layers then get such a subclass as their class."""
+"""Create subclasses of layer classes, which change the behaviour of existing layers.
+
+The attribute `__class__` of an existing layer is set to such a subclass.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ MakeClass = Callable[[type[nn.Module]], type[nn.Module]]
 
 
 def once_per_class(make: MakeClass) -> MakeClass:
-    """Return `make` with a cache, so that it returns one subclass for all layers of a class.
+    """Return `make` with a cache, so that all layers of one class get the same new class.
 
-    torch.compile then compiles such layers once.
+    torch.compile then compiles these layers only once.
     """
     cached: MakeClass = functools.cache(make)  # type: ignore[assignment]
     return cached
 
 
 def derived(cls: type[nn.Module], prefix: str, **members: Any) -> type[nn.Module]:
-    """Return a subclass of `cls` with these methods; its name is `prefix` + the name of `cls`."""
+    """Return a subclass of `cls` with the methods and attributes `members`.
+
+    Its name is `prefix` followed by the name of `cls`.
+    """
     return type(f"{prefix}{cls.__name__}", (cls,), {**members, "__module__": __name__})

@@ -10,9 +10,9 @@ from torch import nn
 
 
 def failing_layer(model: nn.Module, compute: Callable[[], object]) -> str:
-    """Call `compute` and return " in NAME (CLASS)" of the innermost layer that raises an error.
+    """Call `compute` and return the layer in which it fails, as the text " in NAME (CLASS)".
 
-    Return "" if no layer raises an error.
+    The innermost layer counts. Return "" if no layer raises an error.
     """
     entered: list[tuple[str, nn.Module]] = []
 

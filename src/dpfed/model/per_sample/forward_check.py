@@ -1,8 +1,9 @@
 """Check that a padded batch gives each record the outputs that the plain model gives it alone.
 
-Before any layer's class is replaced, the plain model computes the outputs of synthetic records,
-each alone and without padding. Afterwards the changed model computes the same records in one padded
-batch, as in a run. The outputs must agree. No private record is read.
+To compute per-sample gradients, the classes of a model's layers are replaced. Before that, the
+plain model computes the outputs of synthetic records, each alone and without padding. Afterwards
+the changed model computes the same records in one padded batch, as in a run. The outputs must
+agree. No private record is read.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
 from dpfed.model.zoo.built import Built, Prepare
 
-# Random numbers of this standard deviation are added to the trainable weights, because a head of
-# zeros would hide errors.
+# Standard deviation of random numbers that are added to the trainable weights. A head of zeros
+# would give zeros for every input and so hide errors.
 SPREAD = 0.02
-# Largest relative difference of a record's outputs that rounding can explain.
+# Largest relative difference, explained by rounding, between the outputs of a record alone and in a
+# padded batch.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 @dataclass(frozen=True)
 class PlainOutputs:
-    """Outputs of the plain model for synthetic records.
+    """Outputs of the plain model, whose layers are unchanged, for synthetic records.
 
-    vector   the trainable weights that were used, `[P]`
+    vector   the trainable weights that were used, `[P]` for P trainable numbers
     inputs   the records, padded as in a run
     outputs  the logits of each record, computed alone and without padding
     """
@@ -50,7 +52,10 @@ def plain_outputs(
 ) -> PlainOutputs:
     """Return the outputs of the plain model for the synthetic records `inputs`.
 
-    Call this before any layer's class is replaced. `theta` is the initial vector `[P]`.
+    Call this before the classes of the model's layers are replaced.
+
+    theta    the initial trainable weights, `[P]` for P trainable numbers
+    prepare  turns records into the model's arguments
     """
     generator = torch.Generator().manual_seed(0)
     change = SPREAD * torch.randn(len(theta), generator=generator)
@@ -77,7 +82,7 @@ def plain_outputs(
 def unpadded(one: dict[str, Tensor], prepare: Prepare) -> dict[str, Tensor]:
     """Return the plain model's arguments for one record.
 
-    A text's arguments are its tokens alone, without padding, mask and positions.
+    For a text these are only its tokens, without padding, mask and positions.
     """
     if "attention_mask" not in one:
         return prepare(one)
@@ -95,8 +100,10 @@ def faithful_model(
 ) -> tuple[PerSample, Prepare]:
     """Return the model that computes per-sample gradients, and the function that prepares inputs.
 
-    The classes of the model's layers are replaced. Raise DpfedError if the outputs then differ
-    from the outputs of the plain model.
+    The classes of the model's layers are replaced for this. Raise DpfedError if the outputs for
+    synthetic records then differ from the outputs of the plain model.
+
+    plain  outputs of the plain model
     """
     task = built.task
     forms = built.forms or (built.prepare,)
@@ -112,9 +119,10 @@ def faithful_model(
 
 
 def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare]) -> Prepare:
-    """Return the first of the functions `forms` whose inputs lead to the plain model's outputs.
+    """Return the first function in `forms` whose prepared inputs lead to the plain model's outputs.
 
-    Raise DpfedError if there is no such function.
+    Each function turns records into the model's arguments in a different form, for example with
+    another attention mask. Raise DpfedError if no function leads to these outputs.
     """
     best = math.inf
     failure = ""
@@ -122,7 +130,8 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
         try:
             difference = largest_difference(model, plain, form)
         except Exception as error:
-            # Models raise errors of many classes for inputs that they cannot read: catch them all.
+            # Catch all errors, because models raise errors of many classes for inputs that they
+            # cannot read.
             failure = failure or reason(error)
             continue
         if difference <= TOLERANCE[model.dtype]:
@@ -138,7 +147,7 @@ def faithful_form(model: PerSample, plain: PlainOutputs, forms: Sequence[Prepare
 
 
 def largest_difference(model: PerSample, plain: PlainOutputs, form: Prepare) -> float:
-    """Return the largest relative difference between a record's outputs and the plain outputs.
+    """Return the largest relative difference, over records, from the plain model's outputs.
 
     The result is infinity if an output is NaN. In half precision the median over records is
     returned instead, because rounding may change which expert of a model computes a token.
@@ -150,7 +159,7 @@ def largest_difference(model: PerSample, plain: PlainOutputs, form: Prepare) -> 
         together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     differences = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # Do not compare padding tokens of a language model.
+        # Cut off the padding tokens of a language model, which the plain outputs do not have.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size

@@ -1,8 +1,9 @@
 """The isolation check: every tensor trains, and no synthetic record changes another's gradient.
 
-These are errors: a tensor has gradient zero, the update of a tensor does not change the output, or
-per-sample gradients differ from gradients of single records. Trainable tensors are first changed
-at random, because LoRA's B = 0 makes the gradient of A zero.
+These are errors: a tensor has gradient zero, or a change of all trainable tensors leaves the output
+unchanged. It is also an error if per-sample gradients differ from gradients of records that are
+computed alone. Trainable tensors are first changed at random, because LoRA's B = 0 makes the
+gradient of A zero.
 
 The gradient of a ReLU jumps at zero, and rounding may decide on which side of zero its input lies.
 A small difference is therefore accepted if both of these conditions hold:
@@ -26,28 +27,30 @@ from dpfed.model.per_sample.failing_layer import failing_layer
 from dpfed.model.per_sample.gradients import Batch, PerSample
 
 RECORDS = 3
-# Largest difference that rounding can explain, relative to the norm of a tensor's gradient.
+# Largest difference between a record's gradient alone and in a batch that rounding can explain,
+# relative to the norm of the tensor's gradient.
 TOLERANCE = 1e-3
-# A ReLU with an input near zero can explain relative differences up to this value.
+# A ReLU with an input near zero can explain relative differences of gradients up to this value.
 RELU_TOLERANCE = 0.1
-# Largest relative difference that is accepted in double precision.
+# Largest accepted difference like TOLERANCE if both gradients are computed in double precision.
 DOUBLE_TOLERANCE = 1e-7
-# Number of other random weights to try. In a deep network, most random weights give some ReLU an
-# input near zero, so a few attempts do not suffice.
+# How many other random weights to try. In a deep network, most random weights give some ReLU an
+# input near zero, so the check needs many attempts.
 MAX_DRAWS = 16
-# Rounding causes differences up to this share of the whole gradient's norm. The bias of an
-# attention key has a true gradient of zero, so all of its gradient is rounding.
+# Rounding errors are at most this share of the norm of all gradients. The bias of an attention key
+# has a true gradient of zero, so all of its gradient is rounding.
 ROUNDING = 1e-6
-# Multiply the weights for the other records by this factor, so that their activations are outliers.
+# In `records_mix`, factor for the weights of the other records. It makes their activations
+# outliers.
 OUTLIERS = 100.0
 
 
 @dataclass(frozen=True)
 class _Records:
-    """Synthetic records with the weights of two clients.
+    """Synthetic records with the trainable weights of two clients.
 
-    theta   the trainable vectors of the clients, `[2, P]`
-    client  for each record, the row of theta that it uses, `[M]`
+    theta   one vector of P trainable numbers for each client, `[2, P]`
+    client  for each of M records, the row of theta that it uses, `[M]`
     """
 
     theta: Tensor
@@ -56,11 +59,18 @@ class _Records:
     labels: Tensor
 
     def together(self, model: PerSample, keys: Tensor | None = None) -> list[Tensor]:
-        """Return the per-sample gradients `[M, n]` of each tensor from one pass of all records."""
+        """Return each tensor's per-sample gradients `[M, n]`, computed for all M records together.
+
+        n is the number of elements of the tensor. `keys` are the records' dropout keys; None for no
+        dropout.
+        """
         return model.grads(self.theta, self.client, self.inputs, self.labels, keys)
 
     def one_by_one(self, model: PerSample) -> list[Tensor]:
-        """Return the gradients `[M, n]` of each tensor by autograd, one record at a time."""
+        """Return the gradients `[M, n]` of each tensor by plain autograd, one record at a time.
+
+        M is the number of records, and n the number of elements of the tensor.
+        """
         records = [self._single(model, j) for j in range(RECORDS)]
         return [torch.stack(of_tensor) for of_tensor in zip(*records, strict=True)]
 
@@ -92,8 +102,10 @@ def check_gradients(
 ) -> None:
     """Raise DpfedError if a tensor does not train or if per-sample gradients are wrong.
 
-    The message names the tensor. The check needs a few forward passes of `RECORDS` synthetic
+    The message names the tensor. The check computes only a few batches of `RECORDS` synthetic
     records.
+
+    theta  the initial trainable weights, `[P]` for P trainable numbers
     """
     buffers = {name: b.clone() for name, b in model.model.named_buffers()}
     records = _records_near(model, theta, inputs, classes, generator)
@@ -162,7 +174,7 @@ def check_isolation(
 ) -> None:
     """Raise DpfedError if a record with NaN changes the gradients of other records.
 
-    The check runs in the dtype in which the model trains.
+    The check uses synthetic records and runs in the dtype in which the model trains.
     """
     records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
@@ -185,7 +197,8 @@ def check_isolation(
     name, difference = _largest_difference(
         model, with_broken, gradients, max(ROUNDING, torch.finfo(model.dtype).eps)
     )
-    # Smaller differences are rounding. The difference is NaN if NaN has reached another record.
+    # A smaller difference is rounding. If NaN has reached another record, the difference is NaN,
+    # and any comparison with it is False.
     if not difference <= RELU_TOLERANCE:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
@@ -196,11 +209,12 @@ def check_isolation(
 def records_mix(
     model: PerSample, theta: Tensor, inputs: Batch, classes: int, generator: torch.Generator
 ) -> bool:
-    """Return True if other records in a pass change a record's gradient, even by rounding.
+    """Return True if other records in a batch change a record's gradient, even only by rounding.
 
-    Two passes of the same shape are compared. In the second pass, the other records have other
+    Two batches of the same shape are compared. In the second batch, the other records have other
     contents. Their client has large weights, so that their activations are outliers for
-    quantisation. A model that mixes records needs one pass for each record in exact isolation.
+    quantisation. A model that mixes records must compute each record alone in exact isolation, the
+    setting in which not even rounding may depend on other records.
     """
     records = _records_near(model, theta, inputs, classes, generator)
     keys = torch.arange(RECORDS, device=theta.device) if model.has_dropout else None
@@ -213,8 +227,8 @@ def records_mix(
         one = records.together(model, keys)
         other = changed.together(model, keys)
     except Exception:
-        # The contents of one record made the pass of all records fail, so the model mixes records.
-        # Models raise errors of any class here.
+        # The contents of one record made the computation of all records fail, so the model mixes
+        # records. Models raise errors of any class here.
         return True
     return any(not torch.equal(a[0], b[0]) for a, b in zip(one, other, strict=True))
 
@@ -225,9 +239,13 @@ def _largest_difference(
     alone: Sequence[Tensor],
     rounding: float = ROUNDING,
 ) -> tuple[str, float]:
-    """Return the name of the tensor whose gradients differ most, and its relative difference.
+    """Return the tensor whose two gradients differ most: its name and the relative difference.
 
-    Each difference is first reduced by `rounding` times the norm of the whole gradient.
+    Each difference is first reduced by `rounding` times the norm of the whole gradient, because
+    rounding explains that much.
+
+    together  gradients of each tensor, computed for all records together
+    alone     gradients of each tensor, computed record by record
     """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
     differences = [
@@ -243,10 +261,10 @@ def _largest_difference(
 def _each_agrees_once(
     model: PerSample, theta: Tensor, records: _Records, generator: torch.Generator
 ) -> bool:
-    """Return True if each record has equal gradients in two passes, for some random weights.
+    """Return True if each record gets equal gradients alone and together, for some random weights.
 
-    One pass contains all records, the other pass contains only the record. The gradients of a
-    record need to be equal for only one of `MAX_DRAWS` random weights.
+    Together means in one batch with all records. At most `MAX_DRAWS` random weights are tried, and
+    one of them with equal gradients suffices for a record.
     """
     unequal = set(range(RECORDS))
     for _ in range(MAX_DRAWS):
@@ -265,10 +283,10 @@ def _each_agrees_once(
 
 
 def _agrees_in_double(model: PerSample, records: _Records) -> bool:
-    """Return True if, in double precision, one pass gives the gradients of single records.
+    """Return True if gradients together and gradients alone agree in double precision.
 
-    Return False if the gradients differ or if the model cannot run in double precision. Quantised
-    models cannot.
+    Together means that all records are computed in one batch. Return False if the gradients differ
+    or if the model cannot run in double precision. Quantised models cannot.
     """
     if has_quantised(model.model):
         return False
@@ -283,11 +301,11 @@ def _agrees_in_double(model: PerSample, records: _Records) -> bool:
         )
         return difference <= DOUBLE_TOLERANCE
     except Exception:
-        # Models and devices without double precision raise errors of many classes: catch them all.
+        # Catch all errors, because models and devices without double precision raise many classes.
         return False
     finally:
         # Put the original tensors back. Converting the model back would not restore tensors of
-        # other dtypes, and copies would need memory.
+        # other dtypes, and keeping copies would need memory.
         model.dtype = before
         for name, p in model.model.named_parameters():
             p.data = numbers[name]

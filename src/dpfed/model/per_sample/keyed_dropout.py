@@ -1,8 +1,9 @@
-"""Dropout layers whose masks depend only on the record's key.
+"""Dropout layers whose masks depend only on each record's key.
 
-A record's mask is a hash of its key, the layer's number and the position in the activation. The
-mask is the same in any fleet, in any pass, on any GPU and in a resumed run. A compiled step needs
-no state of a random generator. Without keys, as in evaluation, the layers drop nothing.
+A key is a random number that is drawn for each use of a record. A record's mask is a hash of its
+key, the layer's number and the position in the activation. The mask does not depend on the other
+records in the batch or on the GPU, and it is the same in a resumed run. A compiled step needs no
+state of a random generator. Without keys, as in evaluation, the layers drop nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 def rule_of(salt: int, rate: float) -> Tensor:
-    """Return `[2]`: the start of a layer's random stream, and how many of 2^24 draws it drops.
+    """Return a layer's dropout rule: the start of its random stream, and its dropout rate.
+
+    The rate is given as the number of 2^24 random draws that are dropped. Both numbers are in one
+    tensor `[2]`, so that layers with different numbers are compiled only once.
 
     salt  the layer's number
     rate  the probability of dropout
-
-    The numbers are in a tensor, so that layers with different numbers are compiled only once.
     """
-    # A number in a tensor must fit int64, so the product is reduced to that range here.
+    # The tensor has the dtype int64, so reduce the product to the range of int64.
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63
     return torch.tensor([start, math.ceil(rate * 2**24)])
 
 
 def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the records' keys `[M]` and the layer's rule (see `rule_of`).
+    """Return the records' keys `[M]` and the layer's dropout rule, as `rule_of` returns it.
 
-    Return None if nothing is dropped, because the layer's rate is 0 or the pass has no keys.
+    Return None if nothing is dropped: the layer's rate is 0, or no keys are set, as in evaluation.
     """
     key, rule = getattr(layer, KEY, None), getattr(layer, RULE, None)
     if key is None or rule is None or key.numel() == 0:
@@ -57,7 +59,7 @@ class KeyedDropout(nn.Dropout):
 
 @once_per_class
 def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a stochastic-depth layer; it drops or keeps each record as a whole."""
+    """Return the keyed version of a stochastic-depth class, which drops or keeps whole records."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         buffers = _key_and_rule(self, x)
@@ -67,9 +69,10 @@ def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def install_keyed_dropout(model: nn.Module) -> list[str]:
-    """Replace the classes of all dropout and stochastic-depth layers, in place.
+    """Make all dropout and stochastic-depth layers draw their masks from keys, in place.
 
-    Return the names of the buffers in which these layers find the records' keys.
+    The classes of these layers are replaced. Return the names of the buffers in which the layers
+    find the records' keys.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     keys = []

@@ -1,4 +1,7 @@
-"""A second layout of the flat vector, the row: some tensors are transposed or followed by a gap."""
+"""A second layout of the flat vector of trainable numbers, called row.
+
+In a row, some tensors are transposed or followed by a gap.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# If pieces have at least this many numbers on average, copying the pieces one by one is faster than
-# copying all numbers by an index.
+# Average piece size in numbers from which copying piece by piece is faster than copying all numbers
+# by an index.
 LARGE = 2**15
 
 
 @dataclass
 class Piece:
-    """A sequence of numbers that are adjacent in the flat vector and in the row.
+    """Numbers that are adjacent both in the flat vector and in the row, its second layout.
 
     vector  index of the first number in the vector
     row     index of the first number in the row
@@ -32,13 +35,14 @@ class Piece:
 
 
 class Layout:
-    """The positions of all trainable tensors in a row, with conversions from and to vectors.
+    """The row, a second layout of the flat vector, and conversions in both directions.
 
+    space       the layout of the flat vector
     transposed  for each tensor, True if the row holds its transpose
-    step        each tensor starts at a multiple of this many numbers
+    step        each tensor starts at a multiple of this many numbers, so there may be gaps
 
-    A few large pieces are copied one by one. Many small pieces are copied together, with one index
-    per number.
+    Numbers are copied in pieces, which are adjacent in both layouts. A few large pieces are copied
+    one by one. Many small pieces are copied together, with one index per number.
     """
 
     def __init__(self, space: Space, transposed: Sequence[bool], step: int = 1) -> None:
@@ -58,13 +62,17 @@ class Layout:
     def _append(self, piece: Piece) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.sides is piece.sides is None and last.row + last.size == piece.row:
-            # The two pieces are adjacent in the vector and in the row, so one copy can move both.
+            # This piece continues the last one in the vector and in the row, so one copy can move
+            # both.
             last.size += piece.size
         else:
             self.pieces.append(piece)
 
     def index(self) -> Tensor:
-        """Return for each number of the vector its position in the row, `[P]`."""
+        """Return for each number of the flat vector its position in the row, `[P]`.
+
+        The row is the second layout of the P trainable numbers.
+        """
         places = [torch.arange(0)]
         for piece in self.pieces:
             within = piece.row + torch.arange(piece.size)
@@ -74,7 +82,10 @@ class Layout:
         return torch.cat(places)
 
     def rows(self, vectors: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the vectors `[S, P]` as new rows in this layout, with zeros in the gaps."""
+        """Return S flat vectors `[S, P]` as rows `[S, length of a row]`, with zeros in the gaps.
+
+        The row is the second layout of the P trainable numbers. `dtype` is the dtype of the rows.
+        """
         rows = vectors.new_zeros(vectors.shape[0], self.starts[-1], dtype=dtype)
         if self._index is not None:
             return rows.index_copy_(1, self._index.to(vectors.device), vectors.to(dtype))
@@ -83,7 +94,11 @@ class Layout:
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return the rows as vectors `[S, P]`; rows that are vectors already are not copied."""
+        """Return S rows as flat vectors `[S, P]`.
+
+        The row is the second layout of the P trainable numbers. If it equals the first layout,
+        return `rows` itself.
+        """
         if self.is_vector:
             return rows
         if self._index is not None:

@@ -1,8 +1,9 @@
 """Batched versions of modules whose inner layers cannot be made batched one by one.
 
-Inside these modules the first axis does not hold records. It may hold tokens, or belong to a table
-of relative positions that all records share. Most of these modules are therefore called as a whole
-for each record, by `vmap` or by a loop.
+A batched module accepts one copy of its weights per record. Inside these modules the first axis of
+activations does not hold records. It may hold tokens, or belong to a table of relative positions
+that all records share. Most of these modules are therefore called as a whole for each record, by
+`vmap` or by a loop.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
-    """Replace the class of each module in `WHOLE` that holds a trained tensor, in place.
+    """Let the modules in `WHOLE` that hold a trained tensor accept one copy of it per record.
 
-    `trained` contains the `id` of each trained tensor.
+    The classes of these modules are replaced in place.
+
+    trained  the `id` of each trained tensor
     """
     for module in model.modules():
         make = WHOLE.get(f"{type(module).__module__.rpartition('.')[2]}.{type(module).__name__}")
@@ -32,10 +35,10 @@ def map_whole_modules(model: nn.Module, trained: set[int]) -> None:
 
 @once_per_class
 def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of DeBERTa's attention.
+    """Return a subclass of DeBERTa's attention that accepts one copy of its weights per record.
 
-    The attention has a table of relative positions, `[rows, width]`. With one copy per record the
-    table is `[M, rows, width]`.
+    The attention has a table of relative positions, `[rows, width]`. The subclass also accepts one
+    copy of the table for each of M records, `[M, rows, width]`.
     """
 
     def single(self: Any, *args: Any, rel_embeddings: Tensor | None = None, **kwargs: Any) -> Any:
@@ -55,10 +58,10 @@ def _batched_deberta(cls: type[nn.Module]) -> type[nn.Module]:
 
 @once_per_class
 def _batched_mpnet(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the batched version of MPNet's encoder.
+    """Return a subclass of MPNet's encoder that accepts one copy of its weights per record.
 
-    The plain encoder reads one table of position biases for all records. In the batched version
-    each record reads its own copy of the table.
+    The plain encoder reads one table of position biases for all records. In the subclass each
+    record reads its own copy of the table.
     """
     plain: Any = cls
 
@@ -81,6 +84,6 @@ WHOLE = {
     "modeling_deberta.DisentangledSelfAttention": _batched_deberta,
     "modeling_deberta_v2.DisentangledSelfAttention": _batched_deberta,
     "modeling_mpnet.MPNetEncoder": _batched_mpnet,
-    # With `vmap` the padding row of the embedding table would get a gradient, so use a loop.
+    # Under `vmap` the padding row of the embedding table would get a gradient, so use a loop.
     "quant_modules.QuantEmbedding": loop_layer,
 }
