@@ -4,6 +4,8 @@ client: repeat K:  (g, _) = dp_grad(θ_i)
                    θ_i ← θ_i − η_t (g + λ θ_i)
         send Δ_i = θ_i − θ
 server: θ ← θ + η_g Δ̄
+
+g is the noised mean gradient of client i, and Δ̄ the mean of all Δ_i.
 """
 
 from __future__ import annotations

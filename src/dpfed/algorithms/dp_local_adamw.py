@@ -8,7 +8,8 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
-The adaptive step is AdamW (Loshchilov, Hutter 2019).
+g is the noised mean gradient of client i, and Δ̄ the mean of all Δ_i. The adaptive step is AdamW
+(Loshchilov, Hutter 2019).
 """
 
 from __future__ import annotations
