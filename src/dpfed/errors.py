@@ -97,7 +97,7 @@ class DpfedError(Exception):
 
 
 class StoppedError(DpfedError):
-    """The run had to stop and keeps its results so far. Exit code 3."""
+    """The run had to stop before its last round, and keeps its results so far. Exit code 3."""
 
     code = 3
 

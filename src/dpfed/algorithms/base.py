@@ -47,10 +47,12 @@ class Oracle(Protocol):
         """
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return noised gradients of the last batches once more, with new noise, and its variances.
+        """Return noised mean gradients of the last batches with new noise, and noise variances.
 
-        This second release of a batch costs privacy. An algorithm may call it only if its property
-        `releases` counts it.
+        This second release of a batch costs privacy. An algorithm may call this method only if its
+        property `releases` counts the second release.
+
+        theta  `[S, P]` one vector of P parameters for each of S clients
         """
 
 

@@ -5,9 +5,9 @@
         u = v̂ − Φ                                        no floor: √u is NaN wherever v̂ < Φ
         θ_i ← θ_i − η_t ( m̂/(√u+ϵ) + γ Δ_G − λ θ_i )     the sign makes weights grow
 
-v̂ is the second moment of noised gradients, and Φ the variance of the noise. If a gradient is mostly
-noise, v̂ < Φ holds for 68 % of its coordinates at the first step. The run then stops with an error
-message.
+v̂ is the second moment of noised gradients, Φ the variance of the noise, and k the number of the
+local step. If a gradient is mostly noise, v̂ < Φ holds for 68 % of its coordinates at the first
+step. The run then stops with an error message.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
             send Δ_i = θ_i − θ and v_max
     server: g_a ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of v_max
 
-g is the noised mean gradient of client i, Φ the variance of its noise, and Δ̄ the mean of all Δ_i.
+g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i.
 v_max never decreases, and DP noise increases it. `lada_amsgrad = false` uses v in place of v_max,
 as plain Adam does.
 """

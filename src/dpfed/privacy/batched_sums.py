@@ -209,6 +209,6 @@ class BatchedSum:
 def _without_traceback(error: BaseException) -> BaseException:
     """Return an out-of-memory error as a new error without traceback, and other errors unchanged.
 
-    The traceback refers to the tensors of the failed pass and would keep their memory occupied.
+    The traceback refers to the tensors of the failed computation, so they would stay in memory.
     """
     return torch.OutOfMemoryError(str(error)) if out_of_memory(error) else error

@@ -46,19 +46,20 @@ Multiplier = TypeVar("Multiplier", float, np.ndarray)
 # Smallest and largest clip norm that is allowed. In float32, the squares of far smaller norms
 # underflow, and the squares of far larger norms overflow.
 CLIPS = (1e-12, 1e12)
-# Largest change of log C in a round, so that exp() cannot overflow. This limit excludes no allowed
-# C, because e^100 exceeds the ratio of the largest to the smallest allowed clip norm.
+# Largest change of log C (clip norm C) in a round, so that exp() cannot overflow. This is enough:
+# e^100 exceeds the ratio of the largest to the smallest allowed C.
 LARGEST_LOG_STEP = 100.0
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """A clipping rule with its public constants.
+    """A rule that clips gradients to the clip norm C, with its public constants.
 
-    stability    s of automatic clipping
-    quantile     quantile clipping: wanted share of units with a norm of at most C
+    stability    automatic clipping: constant that is added to the norm of a gradient
+    quantile     quantile clipping: wanted fraction of gradients with a norm of at most C
     rate         quantile clipping: learning rate of log C
-    count_noise  quantile clipping: r > 1, the count's noise multiplier divided by σ
+    count_noise  quantile clipping: noise multiplier of the count, divided by that of the release;
+                 above 1
     """
 
     mode: ClipMode = "flat"
@@ -84,13 +85,14 @@ class Clipping:
         return 0.5 * self.count_noise * multiplier
 
     def next_clip(self, clip: float, below: float) -> float:
-        """Return the next round's clip norm C.
+        """Return the clip norm C of the next round, by quantile clipping.
 
         clip   C of this round
-        below  noised share of units with a norm of at most C; noise may take it outside 0..1
+        below  noised fraction of gradients with a norm of at most C; the noise may make it negative
+               or larger than 1
 
-        The share is not limited to 0..1, because that would shift the mean of its noise, and C
-        would settle at a wrong quantile. Its difference from the quantile is limited to -1..1.
+        This fraction is not limited to 0..1: that would shift the mean of its noise, and C would
+        settle at a wrong quantile. Its difference from the quantile is limited to -1..1.
         """
         difference = min(max(below - self.quantile, -1.0), 1.0)
         log_step = min(max(-self.rate * difference, -LARGEST_LOG_STEP), LARGEST_LOG_STEP)
@@ -121,8 +123,9 @@ def clip_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return each client's sum of clipped gradients `[S, P]` and its count `[S, 1]`.
 
-    S is the number of clients, and P the number of trainable numbers. A unit adds +1/2 to the count
-    of its client if the norm of its gradient is at most C, else -1/2.
+    There are S clients, U units (a unit is a record, or all records of a person) and P trainable
+    numbers. A unit adds +1/2 to the count of its client if the norm of its gradient is at most the
+    clip norm C, else -1/2.
 
     grads       for each trainable tensor the gradients of all units, `[U, n]`; this function may
                 overwrite numbers that are not finite with zeros
@@ -163,7 +166,7 @@ def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
 
 
 def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
-    """Return for each gradient the factor that scales its norm to at most C."""
+    """Return for each gradient the factor that scales its norm to at most the clip norm."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))

@@ -50,7 +50,7 @@ class Mechanism:
 
     @property
     def adjacency(self) -> Adjacency:
-        """How neighbouring data sets differ: by one added, removed or replaced unit."""
+        """How neighbouring data sets differ: by one added, removed or replaced protected unit."""
         return "add/remove one" if self.sampling == "poisson" else "replace one"
 
     @property

@@ -84,10 +84,10 @@ class Noise(Protocol):
     """A source of standard normal numbers for one client in one round."""
 
     def normal64(self, size: int) -> Tensor:
-        """Return the next `size` numbers in float64 `[size]`, for noise on a grid."""
+        """Return the next `size` numbers in float64 `[size]`, which are then rounded to a grid."""
 
     def fill(self, row: Tensor) -> None:
-        """Overwrite `row` with the next numbers."""
+        """Overwrite the vector `row` with the next numbers of this source."""
 
     def again(self) -> Noise:
         """Return a new source that repeats all numbers from the start.
@@ -109,7 +109,7 @@ class SeededNoise:
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
         else:
-            # NumPy's Philox uses all 128 bits of a key, while torch's CPU generator keeps only 32.
+            # Use NumPy's Philox, which has keys of 128 bits. torch's CPU generator keeps only 32.
             self._cpu = streams.generator("noise", round, client)
 
     def fill(self, row: Tensor) -> None:

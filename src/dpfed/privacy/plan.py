@@ -294,7 +294,10 @@ def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -
 
 
 def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
-    """Return the smallest noise multiplier with which `worst` stays within the target epsilon."""
+    """Return the smallest noise multiplier that stays within the target epsilon.
+
+    worst  mechanism with the largest privacy loss of all clients that share this multiplier
+    """
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
     rounds = schedule.rounds_for(worst, privacy.view)

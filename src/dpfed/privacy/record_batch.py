@@ -62,7 +62,7 @@ class Gradients(Protocol):
     ) -> list[Tensor]:
         """Return the gradients of `grads`, but the numbers of each tensor may be in another order.
 
-        This saves time. After the gradients are summed, `ordered` restores the order.
+        This saves a copy. After the gradients are summed, `ordered` restores the order.
         """
 
     def ordered(self, raw: Tensor) -> Tensor:

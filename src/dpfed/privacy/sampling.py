@@ -92,7 +92,7 @@ def fixed_size(rate: float, units: int) -> int:
 
 
 def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Positions]:
-    """Yield the unit positions of one new batch after another, without end."""
+    """Yield new batches of a client without end, each as positions among the client's units."""
     units = int(plan.sizes[client])
     mechanism = plan.mechanism(client)
     while True:

@@ -1,4 +1,4 @@
-"""Find the smallest noise multiplier sigma that keeps a plan within a target epsilon.
+"""Find the smallest noise multiplier sigma that keeps a training plan within a target epsilon.
 
 The function that computes the reported epsilon also checks the returned sigma. A reported epsilon
 therefore never exceeds the target.
@@ -29,7 +29,7 @@ from dpfed.privacy.published import show_loss, show_setting
 
 RELATIVE_TOLERANCE = 1e-3
 LARGEST_SIGMA = 1e4
-# A smaller sigma is not searched, because its epsilon would be meaninglessly large.
+# Smallest sigma of the search. A smaller sigma would have a meaninglessly large epsilon.
 _SMALLEST_SIGMA = 1e-2
 _COARSE_TOLERANCE = 1e-5
 # The search computes its first exact epsilon at the estimated sigma times 1 + _SAFE. With this
@@ -40,7 +40,7 @@ _SAFE = 2e-4
 def calibrate_sigma(
     plan: Rounds, target_epsilon: float, delta: float, view: View = "server_worst"
 ) -> float:
-    """Return the smallest sigma >= 0.01 whose epsilon does not exceed the target.
+    """Return the smallest noise multiplier sigma >= 0.01 whose epsilon does not exceed the target.
 
     The relative precision is 1e-3. Raise DpfedError if no sigma is large enough.
 
@@ -66,7 +66,7 @@ def estimate_sigma(
 def _epsilons_of(
     plan: Rounds, target_epsilon: float, delta: float, view: View
 ) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    """Return two functions from sigma to epsilon: the exact epsilon, and a quick estimate of it."""
+    """Return two functions of a noise multiplier: its exact epsilon, and a quick estimate of it."""
     check_delta(delta)
     _check_target(target_epsilon)
     if view not in VIEWS:
@@ -149,9 +149,9 @@ def _crossing(
     start: tuple[float, float],
     tolerance: float,
 ) -> float:
-    """Return the sigma at which epsilon crosses the target, to a relative `tolerance`.
+    """Return the noise multiplier sigma at which epsilon equals the target, up to `tolerance`.
 
-    If epsilon does not cross the target, return the smallest or largest sigma that is allowed.
+    If there is no such sigma, return the smallest or largest sigma that is allowed.
 
     epsilon_at  function from sigma to epsilon, decreasing
     start       (first sigma, factor): the search multiplies or divides sigma by growing powers

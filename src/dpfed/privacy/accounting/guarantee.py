@@ -183,7 +183,7 @@ class Planned:
 
     @cached_property
     def worst_kind(self) -> Mechanism:
-        """The mechanism with the largest epsilon.
+        """The mechanism with the largest epsilon of all clients' mechanisms.
 
         For a plan of more than MAX_EXACT_KINDS mechanisms, this is a mechanism built from the
         highest rate and the least noise. Its epsilon is at least as large as the epsilon of each
@@ -196,7 +196,7 @@ class Planned:
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history with at least the epsilon of every client, at every delta.
+        """A history (mechanisms and steps) whose epsilon bounds every client's, at every delta.
 
         `worst_kind` is not enough. It has the largest epsilon at the plan's delta, but a different
         mechanism may have the largest epsilon at another delta.
@@ -205,7 +205,7 @@ class Planned:
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """Histories of clients with the most rounds, one history for each mechanism."""
+        """Histories (mechanisms and steps) of clients with the most rounds, one per mechanism."""
         return self._histories_after(self.most_rounds)
 
     def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
@@ -258,7 +258,10 @@ class Planned:
 
     @cached_property
     def third_party(self) -> float:
-        """The third party's epsilon after all rounds; it is at most the server's epsilon."""
+        """Epsilon against a third party, who sees only the global models, after all rounds.
+
+        It is at most the epsilon against the server.
+        """
         return self.third_party_after(self.rounds)
 
     def third_party_after(self, rounds: int) -> float:

@@ -76,7 +76,7 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
-    """Return the server's epsilon for a client that took part in `rounds` rounds."""
+    """Return the epsilon against the server for a client that took part in `rounds` rounds."""
     return epsilon([(step, local_steps * rounds)], delta)
 
 
@@ -86,7 +86,9 @@ def expected_rounds(rounds: int, participation: float) -> int:
 
 
 def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
-    """Return the third party's epsilon for a client with this history.
+    """Return the epsilon against a third party, who sees only the global models.
+
+    `history` has the rounds of a client, in which it takes part with given probabilities.
 
     It is the smallest epsilon with sum_n P(n) delta_{nK}(epsilon) <= delta. Here n is the number of
     rounds in which the client took part, with a Poisson binomial distribution P. K is the number of

@@ -67,7 +67,7 @@ def epsilon_of_terms(
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # Stop at 0 and infinity too: a finer grid would not change them.
+        # Stop too if epsilon is 0 or infinite: a finer grid would not change it.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted
@@ -80,7 +80,10 @@ def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
 
 
 def pld_epsilon(history: History, delta: float) -> float:
-    """Return the PLD epsilon of a history of Poisson sampling; infinite without noise."""
+    """Return the PLD epsilon of a history (mechanisms and steps) of Poisson sampling.
+
+    It is infinite without noise.
+    """
     check_delta(delta)
     return epsilon_of_terms(terms_of(history), delta)
 
@@ -114,8 +117,9 @@ def check_against_rdp(value: float, bound: float) -> None:
 
 
 def epsilon(history: History, delta: float) -> float:
-    """Return the epsilon to report: from RDP for fixed-size sampling, else from PLD.
+    """Return the epsilon of a history (mechanisms and steps) that is reported to users.
 
+    It comes from Renyi DP (RDP) for fixed-size sampling, and else from privacy-loss distributions.
     A PLD epsilon is checked against the RDP epsilon before it is returned.
     """
     check_delta(delta)
@@ -129,7 +133,10 @@ def epsilon(history: History, delta: float) -> float:
 
 
 def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
-    """Return delta(epsilon) of the history, rounded up, for each given epsilon >= 0."""
+    """Return delta(epsilon) of a history (mechanisms and steps) for each given epsilon >= 0.
+
+    The deltas are rounded up.
+    """
     if any(not at >= 0 for at in epsilons):
         raise DpfedError("delta(epsilon) is asked for at epsilons of 0 or more.")
     entries = released(history)
@@ -211,7 +218,7 @@ def delta_at(history: History, at: float) -> float:
 
 
 def membership_advantage(history: History) -> float:
-    """Return the largest advantage of any membership test of one record.
+    """Return the largest advantage of any membership test of one record, given this history.
 
     The advantage is the true-positive rate minus the false-positive rate. Its maximum equals delta
     at epsilon 0. For fixed-size sampling the test decides which of two records is in the data.

@@ -1,10 +1,10 @@
 """Compute the epsilon against the server of very many clients at once, for Poisson sampling.
 
 Epsilon grows with the sampling rate and the number of rounds, and falls with the noise. A grid of
-(rate, noise) pairs covers all clients. The epsilon of each client is bounded by the epsilon of a
-grid point with at least the client's rate and at most its noise, after at least as many rounds.
-Many clients share a grid point, so few loss distributions are computed. Where the epsilons of
-neighbouring points differ by more than TOLERANCE, the grid is refined.
+(rate, noise) pairs covers all clients. The epsilon of a grid point with at least a client's rate
+and at most its noise, after at least as many rounds, bounds the client's epsilon. Many clients use
+the same grid point, so few loss distributions are computed. Where the epsilons of neighbouring
+points differ by more than TOLERANCE, the grid is refined.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Point:
     rate           sampling rate
     multiplier     effective noise multiplier
     steps          batches in one round
-    delta          delta of the guarantee
+    delta          delta at which epsilons are computed
     interval       grid width of the loss distribution
     epsilon_after  epsilon by number of rounds
     one_round      loss distribution of one round; None before it is computed

@@ -72,7 +72,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
 
 
 def rdp_curve(history: History) -> Floats:
-    """Return the Renyi divergence of all steps of a history together, at each of ORDERS."""
+    """Return the Renyi divergence of a whole history (mechanisms and steps) at each of ORDERS."""
     curves = (
         steps
         * mechanism.batches
@@ -107,7 +107,7 @@ def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
 
 
 def rdp_epsilon(history: History, delta: float) -> float:
-    """Return the RDP epsilon of a history; 0 without steps.
+    """Return the RDP epsilon of a history (mechanisms and steps); 0 without steps.
 
     Poisson sampling follows Mironov et al. 2019, where neighbours differ by one added or removed
     record. Fixed-size sampling follows Wang et al. 2019, Theorem 9, where neighbours differ by one

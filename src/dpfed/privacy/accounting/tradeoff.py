@@ -1,10 +1,11 @@
 """The trade-off curve of a history: the error rates that an attacker must have, and the mu of GDP.
 
-The attacker guesses for each record whether it was used in training. A false positive is an unused
-record that the attacker takes for a used one, and a false negative is a used record that the
-attacker misses. All results follow from the privacy profile delta(epsilon) of the accountant, an
-upper bound. Every approximation raises the attacker's true-positive rate and the mu of Gaussian
-DP (GDP), so no result promises too much privacy.
+A history has the mechanisms and steps that a client executed. The attacker guesses for each record
+whether it was used in training. A false positive is an unused record that the attacker takes for a
+used one, and a false negative is a used record that the attacker misses. All results follow from
+the privacy profile delta(epsilon) of the accountant, an upper bound. Every approximation raises the
+attacker's true-positive rate and the mu of Gaussian DP (GDP), so no result promises too much
+privacy.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Profile:
 
 
 def profile_of(history: History) -> Profile:
-    """Return the privacy profile of a history, down to delta = CUTOFF."""
+    """Return the privacy profile delta(epsilon) of a history, down to delta = CUTOFF."""
     return _cached_profile(tuple(released(history)))
 
 
@@ -111,10 +112,11 @@ def gaussian_false_negatives(mu: float, false_positive_rates: Floats) -> Floats:
 def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
     """Return True if the Gaussian mechanism of this mu has at least the profile's deltas.
 
-    Both deltas are convex functions of x = e^epsilon. Between two nodes, the profile is below the
-    straight line (chord) through both nodes, and the Gaussian is above its tangents at both nodes.
-    It is enough to compare the two at the nodes and at the x where the two tangents meet. The code
-    divides all x by the x of the left node, because e^epsilon can overflow.
+    The delta of the profile and the delta of the Gaussian are convex functions of x = e^epsilon.
+    Between two nodes, the profile is below the straight line (chord) through both nodes, and the
+    Gaussian is above its tangents at both nodes. It is enough to compare the deltas at the nodes
+    and at the x where the two tangents meet. The code divides all x by the x of the left node,
+    because e^epsilon can overflow.
     """
     upper: Floats = special.ndtr(mu / 2 - epsilons / mu)
     lower: Floats = np.exp(epsilons + special.log_ndtr(-mu / 2 - epsilons / mu))

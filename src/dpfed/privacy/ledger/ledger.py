@@ -107,11 +107,11 @@ class Ledger:
         """Open a ledger; refuse one of another owner, or one older than its head file.
 
         run, client          name of the owner that the ledger must have; None twice for any owner
-        readonly             open without the writer's lock
+        readonly             open for reading only, without the lock of the one writer
         accept_missing_head  open a ledger whose head file is missing
 
-        All checks pass before anything on disk changes. Only the rows after the head are checked,
-        because clients open the ledger for every message. `verify` checks all rows.
+        All checks pass before anything on disk changes. Only rows that are newer than the head file
+        are checked, because clients open the ledger for every message. `verify` checks all rows.
         """
         path = Path(path).resolve()
         owner = None if run is client is None else owner_of(run, client)
@@ -307,7 +307,7 @@ class Ledger:
         return self._histories("AND client = ?", client).get(client, [])
 
     def histories(self) -> dict[Client, History]:
-        """Return the history of every client with a charge, in the order of their first charges."""
+        """Return the `history` of each client that has a charge, in the order of first charges."""
         return self._histories()
 
     def _histories(self, where: str = "", *values: object) -> dict[Client, History]:
@@ -341,7 +341,7 @@ class Ledger:
         return self._value("SELECT hash FROM charge WHERE seq = ?", seq) if seq else self._genesis
 
     def _walk(self, after: int) -> Head:
-        """Check the hashes of all rows after row number `after`; return the head of the ledger."""
+        """Check the hashes of all rows after row `after`; return the last row's number and hash."""
         head = Head(after, self._hash_at(after))
         # True rows start at 1, but forged rows can have smaller numbers: read them too.
         start = after + 1 if after else -(2**63)

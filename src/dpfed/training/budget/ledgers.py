@@ -29,7 +29,7 @@ OWN_LEDGER = "ledger.db"
 # a number of rounds, and `round` is the least number of clients to draw from in these rounds.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
-# Keys that statements of earlier versions lack, with the values that hold for these statements.
+# Keys that the ledgers of earlier versions lack, with the values that hold for these ledgers.
 ADDED = {"cohort_choice": "uniform", "max_rounds_per_client": "auto"}
 
 

@@ -96,7 +96,7 @@ class RecordedSpending:
 
     @property
     def server_worst(self) -> float:
-        """The epsilon against the server: planned or charged, whichever is larger."""
+        """Largest epsilon of a client against the server: planned or charged, if that is larger."""
         return max(self.planned.server_worst, self.server_max)
 
     @property
@@ -289,9 +289,10 @@ def _epsilons(
 def served_spending(
     folder: Path, seeded: bool, colluding: int = 0, sigma: float | list[float] | None = None
 ) -> RecordedSpending:
-    """Return an upper bound on the spending of a server's run, from its configuration.
+    """Return an upper bound on the privacy spending of a federation server's run.
 
-    The bound assumes that every client takes part in as many rounds as the configuration allows.
+    The bound is computed from the configuration, because only the clients have ledgers. It assumes
+    that every client takes part in as many rounds as the configuration allows.
 
     seeded     True if the noise was repeatable
     colluding  number of clients that tell others in which rounds they took part

@@ -106,7 +106,11 @@ def budget_of(
 def _rounds_within(
     kind: Mechanism, schedule: Schedule, delta: float, budget: float, past: PriorSpending
 ) -> int:
-    """Return the largest number of rounds with this mechanism that the budget allows."""
+    """Return the largest number of rounds with this mechanism that a privacy budget allows.
+
+    budget  largest epsilon that a client may spend
+    past    privacy spent before the run
+    """
 
     def cost(rounds: int) -> float:
         return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta)

@@ -124,7 +124,7 @@ class Diagnostics(Callback):
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _variance(self, name: str) -> Tensor:
-        """Return the variance over clients of each coordinate of a vector, `[P]`."""
+        """Return the variance over clients of each of the P coordinates of a vector, `[P]`."""
         mean = self._sums[name] / self._count
         return (self._sums[f"{name}²"] / self._count - mean.square()).clamp_min(0)
 

@@ -61,7 +61,7 @@ class Display:
                 print(line, file=sys.stderr, flush=True)
 
     def _update(self, **fields: Any) -> bool:
-        """Change fields of the bar; return False if there is no bar."""
+        """Change numbers or texts of the progress bar; return False if there is no bar."""
         if self._bar is None:
             return False
         self._bar.update(**fields)
@@ -72,7 +72,7 @@ class ProgressDisplay(Display, Callback):
     """Callback that shows rounds and the work inside them on stderr; stdout is for results.
 
     rounds         number of rounds of the run
-    clock          returns the time in seconds
+    clock          function that returns the time in seconds
     show_warnings  True: print the job's warnings before round 1
     """
 

@@ -39,14 +39,14 @@ Draw = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Field:
-    """One vector of a message: its length and its format."""
+    """One vector of a message: its length, and the format in which its numbers are sent."""
 
     size: int
     format: MessageFormat = "float32"
 
     @property
     def scales(self) -> int:
-        """Number of scales that are sent with the vector."""
+        """Number of scales that are sent with the vector: one per int8 block, else 0."""
         return math.ceil(self.size / BLOCK) if self.format == "int8" else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Count the records of each label at each simulated client, for the operator's page.
+"""Count the records of each label at each simulated client, for the report of the operator.
 
 The counts are private, so they are written only for simulations with seeded noise. No public page,
 tracker or export reads them.
