@@ -127,7 +127,7 @@ class BatchedSums:
             self._barrier.notify_all()
 
     def _compute_some(self, waiting: Sequence[_Request], members: int) -> None:
-        """Compute the sums of the first waiting runs in one pass, and store their results.
+        """Compute the sums of the first waiting runs together (one pass), and store their results.
 
         After an error, later passes take half as many runs. The usual errors are lack of memory
         and size limits of kernels. If a pass of one run fails, that run gets the error. No batch is
@@ -150,7 +150,7 @@ class BatchedSums:
         free(waiting[0].theta.device)
 
     def _runs_per_pass(self, members: int) -> int:
-        """Return how many runs one pass computes.
+        """Return how many runs are computed together in one pass.
 
         Build a new `FixedSum`, which computes the passes, if none exists or if the old one is at
         least twice as large as needed.
@@ -168,7 +168,7 @@ class BatchedSums:
         self._shared_sum = None
 
     def _one_pass(self, requests: Sequence[_Request]) -> list[tuple[Tensor, Tensor]]:
-        """Compute the requests of several runs in one pass; return each run's sums and counts.
+        """Compute the requests of several runs together; return each run's sums and counts.
 
         The results have the order of `requests`. Clients that belong to no request get no records,
         so their sums are zero.

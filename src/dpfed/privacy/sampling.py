@@ -109,7 +109,8 @@ def joined_batch(
     """Join the batches of all clients into one `DrawnBatch`.
 
     positions  for each client the positions of the units that it drew, among the client's units
-    places     for each client the positions of these units within a pass
+    places     for each client the positions of these units in the computation of many records, for
+               exact isolation
     step       number of this batch in the round; the keys of dropout and augmentation depend on it
     """
     found = [units.slots(client, p) for client, p in zip(clients, positions, strict=True)]

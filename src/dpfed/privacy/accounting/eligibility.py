@@ -21,7 +21,7 @@ def fewest_eligible(
 
     A client whose privacy budget is spent is no longer eligible, so the others are drawn more
     often. The true number of eligible clients depends on who took part, which is secret. The
-    privacy statement therefore uses the smallest possible number.
+    privacy guarantee of a run therefore assumes the smallest possible number.
 
     limits  the number of rounds that each client's budget allows; None without budgets
 

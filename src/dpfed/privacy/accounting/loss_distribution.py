@@ -72,7 +72,9 @@ def terms_of(history: History) -> tuple[Term, ...]:
 
 
 def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Return equivalent terms in a unique form, so that equal histories have one cache entry.
+    """Return equivalent terms (rounds of equal steps) in a unique form.
+
+    Equal histories then have one cache entry.
 
     Terms that differ only in their number of rounds are joined, and terms without steps are
     dropped. Rounds with probability 1 are joined to one round of all their steps.
@@ -203,7 +205,7 @@ def compose(
     relation: Relation = "add/remove one",
     log_tail: float = _LOG_TAIL,
 ) -> Any:
-    """Return the privacy-loss distribution of all `terms` composed.
+    """Return the privacy-loss distribution of all steps in `terms`, composed.
 
     A round in which the client takes part with probability p has a mixture distribution: no loss
     with probability 1-p, and the loss of its steps with probability p. T such rounds of K steps

@@ -29,7 +29,7 @@ class PlanNumbers:
     batch           expected batch size; batch / records is the sampling rate
     sigma           noise multiplier
     target_epsilon  epsilon for which the noise multiplier is computed
-    participation   share of the clients in each round
+    participation   fraction of the clients that take part in each round
     batches         batches in each local step
     releases        noised gradients that are released for each batch
     view            observer for whom the target epsilon holds, such as "server_worst"

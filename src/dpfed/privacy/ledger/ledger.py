@@ -2,7 +2,7 @@
 
 Two files lie beside `ledger.db`. `ledger.db.head` stores the number of rows and the hash of the
 last row, so that an old copy of the ledger is noticed. The one process that may write holds a lock
-on `ledger.db.lock`. Every cohort is charged in this order:
+on `ledger.db.lock`. The clients of a round are charged in this order:
 
     rows are on disk -> head file is on disk -> charge() returns -> noised values may be released
 
@@ -69,7 +69,7 @@ class Ledger:
         self.meta: dict[str, Any] = json.loads(meta)
         # Hash that the first row stores in place of the hash of the row before.
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()
-        # Content of the head file; None if the file must be read again before the next charge.
+        # Content of the head file (row count, last hash); None: read it before the next charge.
         self._synced: Head | None = None
 
     @classmethod
@@ -104,7 +104,7 @@ class Ledger:
         cls, path: Pathlike, *, run: str | None = None, client: str | None = None,
         readonly: bool = False, accept_missing_head: bool = False,
     ) -> Self:  # fmt: skip
-        """Open a ledger; refuse one of another owner, or one older than its head file.
+        """Open a ledger. Raise DpfedError if its owner is another one, or its head file is newer.
 
         run, client          name of the owner that the ledger must have; None twice for any owner
         readonly             open for reading only, without the lock of the one writer
@@ -267,9 +267,9 @@ class Ledger:
                 raise ledger_error(self.path, f"row {rows} is not the row that its head remembers")
 
     def verify(self) -> Head:
-        """Check all rows and return the ledger's head. The error names the first wrong row."""
+        """Check all rows; return their number and the last hash. An error names the wrong row."""
         with file_errors(self.path):
-            # Read the head before the rows, for the same reason as in `open`.
+            # Read the head file before the rows: another process could write in between.
             remembered = read_head(self.path)
             self._db.execute("BEGIN")
             try:
@@ -361,9 +361,9 @@ class Ledger:
         return head
 
     def _check_rows(self, head: Head | None, writing: bool, accept_missing_head: bool) -> Head:
-        """Check the ledger against its head file, and return the ledger's head.
+        """Check the ledger against its head file; return its number of rows and its last hash.
 
-        Raise DpfedError if the ledger is older than `head`, or newer by more than one transaction.
+        Raise DpfedError if `head`, the head file, is newer, or more than one transaction older.
         """
         accept = "Ledger.open(..., accept_missing_head=True)"
         if head is None:

@@ -35,8 +35,8 @@ MOST_NOISE = 1e9
 class SpendingRecord:
     """The privacy that the training of weights has cost, read from a file and checked.
 
-    release    kind of protection, as in the result of the run
-    unit       protected unit; None for a run without privacy
+    release    text on the protection of the training, from "release" in the run's result
+    unit       name of the protected unit; None for a run without privacy
     prior      all mechanisms of the training, with the number of steps of each
     uncounted  True if a part of the training had no privacy or no record; `prior` lacks this part
     text       the record as JSON text, unchanged
@@ -52,7 +52,7 @@ class SpendingRecord:
 def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
     """Return the content of a spending record (the privacy cost of a training) as JSON values.
 
-    release   kind of protection, as in the result of the run
+    release   text on the protection of the training, from "release" in the run's result
     realised  the run's plan, with the number of rounds that were charged; None without privacy
     """
     history = [] if realised is None else realised.bound
