@@ -1,8 +1,8 @@
-"""Errors that users can fix, and names of options for their messages.
+"""Errors that users can fix, and the names of options that error messages contain.
 
-The command line prints a `DpfedError` as one sentence, without a traceback. The same mistake is
-possible on the command line and in Python, but options have different names there. `phrase` returns
-the name in the interface that the user uses.
+The command line prints a `DpfedError` as one sentence, without a traceback. An option has different
+names on the command line and in Python. `phrase` returns the name in the interface that the user
+uses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def phrase(name: str) -> str:
 
 @contextmanager
 def python_phrases() -> Iterator[None]:
-    """Within this context, let `phrase` return Python keywords, not command-line options."""
+    """Context in which `phrase` returns names of Python arguments, not of command-line options."""
     token = _phrases.set(PYTHON)
     try:
         yield
@@ -106,13 +106,13 @@ class DpfedError(Exception):
 
 
 class StoppedError(DpfedError):
-    """The run had to stop and keeps its results so far. Exit code 3."""
+    """The run had to stop before its last round, and keeps its results so far. Exit code 3."""
 
     code = 3
 
 
 class DivergedError(StoppedError):
-    """A value of the training state is no longer finite."""
+    """Training diverged: a value of the training state is no longer finite. Exit code 3."""
 
 
 class InterruptedRunError(DpfedError):
@@ -126,7 +126,7 @@ class InterruptedRunError(DpfedError):
 
 
 def warn_user(sentences: Sequence[str]) -> None:
-    """Issue the sentences as warnings. They name the line of the user's code that called dpfed."""
+    """Issue each sentence as a warning that points to the line of user code that called dpfed."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("dpfed."):

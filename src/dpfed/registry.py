@@ -18,7 +18,8 @@ DEFAULT = "digits"
 
 
 def registry() -> Registry:
-    # Leave out files whose name begins with an underscore: they are bases that presets extend.
+    # Leave out files whose name begins with an underscore: presets extend them, and users do not
+    # name them.
     found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
     models = with_plugins("model", ModelSection, {**MODELS, GivenModule.name: GivenModule})
@@ -26,12 +27,15 @@ def registry() -> Registry:
 
 
 def algorithms() -> dict[str, type[Algorithm]]:
-    """Return the algorithms by name, with those of installed packages."""
+    """Return all algorithms by name: those of dpfed, and those of installed plugin packages."""
     return with_plugins("algorithm", Algorithm, ALGORITHMS)
 
 
 def releases_of(algorithm: str) -> Releases:
-    """Return the batches and releases of one local step of the algorithm, with its default keys."""
+    """Return the number of batches and noised gradients in one local step of an algorithm.
+
+    The algorithm has the default values of its keys.
+    """
     known = algorithms()
     if algorithm not in known:
         raise DpfedError(f"the algorithm {algorithm} is not known{nearest(algorithm, known)}")

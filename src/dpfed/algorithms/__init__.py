@@ -1,6 +1,7 @@
-"""Registry of the algorithms. Each has its own file and implements the interface in `base.py`.
+"""Registry of the federated algorithms by name. Each algorithm has its own file.
 
-To add an algorithm, add a file here, a line to `_ALL` and a test.
+To add an algorithm, implement the interface of `base.py` in a file here, and add a line to `_ALL`
+and a test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The interface of an algorithm: a frozen dataclass with five pure methods on `[S, P]` tensors.
+"""The interface of an algorithm: a frozen dataclass with five pure methods.
+
+The methods compute S clients side by side, on tensors `[S, P]` of P trainable numbers per client.
 
     init(ctx, theta)             -> server           state of the server before round 1
     start(ctx, server, memory)   -> local            state of S clients at the start of a round
@@ -6,10 +8,11 @@
     finish(ctx, server, local)   -> message, memory  what each client sends, and what it keeps
     aggregate(ctx, server, mean) -> server           `mean` is the mean of the clients' messages
 
-The oracle is the only access to data. An algorithm has no hidden state, no data, no model and no
-I/O. Its fields are the keys of the section [algorithm] in a configuration. The annotation of a
-field gives its allowed range and its help text. States are dataclasses of tensors and messages are
-dictionaries of tensors `[S, ...]`, so both can be stored and sent without pickling.
+The oracle returns noised gradients and is the only access to data. An algorithm has no hidden
+state, no data, no model and no I/O. Its fields are the keys of the section [algorithm] in a
+configuration. The annotation of a field gives its allowed range and its help text. States are
+dataclasses of tensors, and messages are dictionaries of tensors `[S, ...]`. States and messages can
+therefore be stored and sent without pickling.
 
 An algorithm whose clients keep vectors between rounds names these vectors in `remembers`. `memory`
 holds each vector as `[S, P]`, with zeros for clients that never took part. The mask `seen` `[S]` in
@@ -33,23 +36,31 @@ ClientState = dict[str, Tensor]
 
 
 class Oracle(Protocol):
-    """The methods of the oracle that an algorithm calls to get noised gradients."""
+    """The part of the oracle that an algorithm calls to get noised gradients of S clients."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw a new batch; return its noised mean gradient `[S, P]` and noise variance `[S, 1]`.
+        """Draw a new batch at each client; return noised mean gradients and their noise variances.
 
-        theta  `[S, P]` parameter vectors at which the clients' gradients are computed
+        The gradients are `[S, P]`, and the noise variances of a coordinate are `[S, 1]`.
+
+        theta  `[S, P]` one vector of P parameters for each of S clients
         """
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a noised gradient of the last batch, with new noise, and its noise variance.
+        """Return noised mean gradients of the last batches with new noise, and noise variances.
 
-        An algorithm may call this only if its property `releases` counts the second release.
+        This second release of a batch costs privacy. An algorithm may call this method only if its
+        property `releases` counts the second release.
+
+        theta  `[S, P]` one vector of P parameters for each of S clients
         """
 
 
 class Space(Protocol):
-    """The layout of the parameter vector `[P]`: its size, its tensors and its blocks."""
+    """The layout of the vector of P trainable numbers: its size, its tensors and its blocks.
+
+    A block is a group of numbers that belong together, such as one layer or one attention head.
+    """
 
     @property
     def size(self) -> int: ...
@@ -58,10 +69,10 @@ class Space(Protocol):
     def num_blocks(self) -> int: ...
 
     def slices(self) -> list[slice]:
-        """Return the range of the vector `[P]` that each tensor occupies, in tensor order."""
+        """Return the range of the parameter vector that each tensor occupies, in tensor order."""
 
     def block_mean(self, vector: Tensor) -> Tensor:
-        """Average over each block: `[..., P]` -> `[..., blocks]`."""
+        """Return the mean of the numbers in each block: `[..., P]` -> `[..., blocks]`."""
 
     def expand(self, values: Tensor) -> Tensor:
         """Repeat each block's value: `[..., blocks]` -> `[..., P]`."""
@@ -69,7 +80,7 @@ class Space(Protocol):
 
 @dataclass(frozen=True)
 class Releases:
-    """How often one local step uses the oracle.
+    """The number of batches and noised gradients in one local step, which decide its privacy cost.
 
     batches   number of batches that are drawn
     releases  number of noised gradients that are released for each batch
@@ -81,9 +92,10 @@ class Releases:
 
 @dataclass(frozen=True)
 class Context:
-    """The public numbers of a round.
+    """The public numbers of a round that an algorithm's methods get.
 
-    `t` and `lr` are tensors: torch would compile a step again for each new Python number.
+    `t` and `lr` are tensors, because torch.compile would compile a local step again for each new
+    Python number.
 
     Attributes:
         space: Size, tensors and blocks of the parameter space.
@@ -92,11 +104,11 @@ class Context:
         T: Number of rounds.
         K: Number of local steps in a round.
         t: This round, 1 to T.
-        lr: η_t, this round's learning rate: a scalar; in start and step it may be `[S, 1]`.
+        lr: η_t, this round's learning rate: a scalar; `start` and `step` may get `[S, 1]` instead.
         lr0: The base learning rate η0, of the same shape as lr.
         phi: Φ_i, the noise variance of each client's mean gradient in this round, `[S, 1]`.
         equal_phi: True if Φ_i is equal for all clients.
-        varying_phi: True if Φ changes over rounds (quantile clipping).
+        varying_phi: True if Φ_i changes over rounds (quantile clipping).
         answered: Number of clients whose messages were averaged; set for `aggregate` only.
     """
 
@@ -118,11 +130,11 @@ class Context:
 class Facts:
     """Facts about a run that `Algorithm.check` compares with the algorithm's keys before round 1.
 
-    equal_phi    True if the noise variance Φ_i is equal for all clients
+    equal_phi    True if the noise variance Φ_i of the mean gradient is equal for all clients i
     private      True if noise is added
     allow_nan    True if a run may continue with values that are not finite
     calibrated   True if sigma is computed from privacy.target_epsilon
-    varying_phi  True if Φ changes over rounds (quantile clipping)
+    varying_phi  True if Φ_i changes over rounds (quantile clipping)
     """
 
     equal_phi: bool
@@ -155,7 +167,7 @@ class Algorithm(ABC):
 
     @property
     def releases(self) -> Releases:
-        """How often one local step uses the oracle. The ledger charges every step accordingly."""
+        """The batches and noised gradients of one local step, for which the ledger is charged."""
         return Releases()
 
     @property
@@ -175,15 +187,18 @@ class Algorithm(ABC):
 
     @property
     def rounded(self) -> tuple[str, ...]:
-        """Names of the vectors of length P that may be rounded in messages.
+        """Names of the vectors of length P whose numbers may be rounded to shorten messages.
 
-        Second moments must not be among them: rounding would destroy small differences such as
-        v − Φ.
+        Leave out second moments v. Rounding would destroy the small difference between v and the
+        noise variance Φ.
         """
         return ("theta", "delta")
 
     def check(self, facts: Facts) -> list[str]:
-        """Return warnings about the keys. Raise DpfedError if the keys cannot work together."""
+        """Return warnings about the algorithm's keys, given facts about the run.
+
+        Raise DpfedError if the keys contradict each other or the facts.
+        """
         return []
 
     @abstractmethod
@@ -213,23 +228,24 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class Point:
-    """A state that holds θ alone: `[P]` at the server, `[S, P]` at the clients."""
+    """State that has only the parameters θ: `[P]` at the server, `[S, P]` at S clients."""
 
     theta: Tensor
 
 
 @dataclass(frozen=True)
 class Moments(Point):
-    """A state with θ, and the first and second moments m and v of gradients."""
+    """State of an Adam-like algorithm: the parameters θ, and first and second moments m and v."""
 
     m: Tensor
     v: Tensor
 
 
 class Averaging(Algorithm):
-    """Base of algorithms whose clients send Δ_i = θ_i − θ and whose server sets θ ← θ + Δ̄.
+    """Base class of algorithms that average the clients' updates, like FedAvg.
 
-    Δ̄ is the mean of the Δ_i. A subclass defines the local step.
+    Client i sends its update Δ_i = θ_i − θ, where θ is the server's vector of parameters. The
+    server adds the mean of all Δ_i to θ. A subclass defines the local step.
     """
 
     def init(self, ctx: Context, theta: Tensor) -> Point:
@@ -251,7 +267,7 @@ def spread(theta: Tensor, clients: int) -> Tensor:
 
 
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
-    """Return 1 - beta^steps, computed in float64.
+    """Return 1 - beta^steps, the bias correction of a moving average as in Adam, in float64.
 
     In float32 the result would be wrong in the fifth digit at steps = 1. beta remains a Python
     number, because copying it to a GPU would wait until the GPU has finished its work.

@@ -9,6 +9,8 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
+g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i.
 The paper trains on one machine. Here every client starts with m = v = 0 in every round, as in
 DP-LocalAdamW. The floor γ′ is an absolute number and must be tuned with the learning rate. Where v̂
 is below Φ, the step m̂/√γ′ is large. The learning rates of `lr_grid` are therefore low.

@@ -9,7 +9,10 @@
             send Δ_i = θ_i − θ, m and v
     server: θ ← θ + Δ̄ ;  m̄ ← mean of m ;  v̄ ← mean of v
 
-`fafed_vr = true` is the published variance reduction (STORM). It releases the same batch J twice:
+g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i.
+
+`fafed_vr = true` is the published variance reduction (STORM). It releases one batch J twice:
 
                        (g, _) = dp_grad(θ_i, batch J) ;  (g', _) = dp_grad(x_prev, batch J)
                        m ← g + (1−α) (m − g') ;  x_prev ← θ_i, before its step
@@ -47,10 +50,11 @@ from dpfed.algorithms.base import (
 
 @dataclass(frozen=True)
 class Local(Moments):
-    """State of S clients within a round.
+    """State of S clients of DP-FAFED within a round.
 
-    h       the denominator H = √v̄ + ρ
-    x_prev  θ before the previous step, `[S, P]`; empty, `[S, 0]`, without variance reduction
+    h       the denominator √v̄ + ρ of all steps of the round
+    x_prev  parameters before the previous step, `[S, P]`; empty, `[S, 0]`, without variance
+            reduction
     """
 
     h: Tensor

@@ -12,6 +12,11 @@
         send Δ_i = θ_i − θ and block_mean(v)
     server: Δ_G ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of block_mean(v)
 
+g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i. A
+block is a group of numbers such as a layer: `block_mean` averages over each block, and `expand`
+repeats the value of each block.
+
 If the clients' noise variances Φ_i differ, each client removes its noise from v before the server
 averages v: after round t, client i sends block_mean(v) − (1−β2^{tK})Φ_i. A client that starts round
 t adds (1−β2^{(t−1)K})Φ_i, with its own Φ_i, to the mean that it receives.
@@ -54,11 +59,11 @@ class Server(Point):
 
 @dataclass(frozen=True)
 class Local(Moments):
-    """State of S clients within a round.
+    """State of S clients of DP-FedAdamW within a round.
 
-    dg     the global direction Δ_G
-    w      moving average of Φ; empty if Φ is constant
-    v_hat  bias-corrected second moment v̂ of the last step
+    dg     the global direction Δ_G: the clients' mean update in the last round, divided by −K η_t
+    w      moving average of the noise variance Φ; empty if Φ is constant
+    v_hat  bias-corrected second moment of the last step
     """
 
     dg: Tensor

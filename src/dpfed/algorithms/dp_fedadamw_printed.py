@@ -1,12 +1,13 @@
 """DP-FedAdamW as Algorithm 1 of the paper prints it, to show that the printed form fails.
 
-    as dp-fedadamw, except:
+    equal to dp-fedadamw (see dp_fedadamw.py), except:
         v̂ = v/(1−β2^k)                                   k restarts each round while v does not
         u = v̂ − Φ                                        no floor: √u is NaN wherever v̂ < Φ
         θ_i ← θ_i − η_t ( m̂/(√u+ϵ) + γ Δ_G − λ θ_i )     the sign makes weights grow
 
-If a gradient is mostly noise, v̂ < Φ holds for 68 % of its coordinates at the first step. The run
-then stops with an error message.
+v̂ is the second moment of noised gradients, Φ the variance of the noise, and k the number of the
+local step. If a gradient is mostly noise, v̂ < Φ holds for 68 % of its coordinates at the first
+step. The run then stops with an error message.
 """
 
 from __future__ import annotations

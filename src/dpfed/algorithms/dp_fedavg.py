@@ -4,6 +4,9 @@ client: repeat K:  (g, _) = dp_grad(θ_i)
                    θ_i ← θ_i − η_t (g + λ θ_i)
         send Δ_i = θ_i − θ
 server: θ ← θ + η_g Δ̄
+
+g is the noised mean gradient of client i with parameters θ_i, and Δ̄ the mean of the Δ_i. K is the
+number of local steps, η_t the learning rate, η_g the server's learning rate and λ the weight decay.
 """
 
 from __future__ import annotations

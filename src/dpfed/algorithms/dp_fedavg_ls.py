@@ -8,6 +8,8 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + smooth(Δ̄)
 
+g is the noised mean gradient of client i with parameters θ_i, and Δ̄ the mean of the Δ_i. K is the
+number of local steps, η_t the learning rate, λ the weight decay and σ_ls the smoothing strength.
 `ls_where = client_grad` smooths each g instead of Δ̄. Smoothing keeps the mean of a tensor and never
 increases its norm. It multiplies the variance of white noise by (1+2σ_ls)/(1+4σ_ls)^{3/2}, which
 is 0.268 at σ_ls = 1. Smoothing is applied after the noise is added, so it costs no privacy.
@@ -27,7 +29,10 @@ from dpfed.algorithms.base import Averaging, Context, Facts, Message, Oracle, Po
 
 
 def smooth(space: Space, vector: Tensor, sigma: float) -> Tensor:
-    """Return the vectors `[..., P]` with each of their tensors multiplied by (I − σ_ls L)⁻¹."""
+    """Return parameter vectors `[..., P]` after Laplacian smoothing of each of their tensors.
+
+    Smoothing multiplies a tensor by (I − sigma L)⁻¹, where L is the cyclic Laplacian.
+    """
     return torch.cat([_smooth_one(vector[..., part], sigma) for part in space.slices()], dim=-1)
 
 

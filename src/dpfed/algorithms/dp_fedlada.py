@@ -8,6 +8,8 @@
             send Δ_i = θ_i − θ and v_max
     server: g_a ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of v_max
 
+g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i.
 v_max never decreases, and DP noise increases it. `lada_amsgrad = false` uses v in place of v_max,
 as plain Adam does.
 """
@@ -49,7 +51,8 @@ class Local(Moments):
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    # Wide, because a = 0.1 divides the client's own step by ten while g_a grows over rounds.
+    # A wide range of learning rates: a = 0.1 divides the client's own step by ten, and the global
+    # direction g_a grows over rounds.
     lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 

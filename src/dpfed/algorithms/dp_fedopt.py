@@ -10,6 +10,9 @@
               | v + Δ̄²                                    (adagrad)
             θ ← θ + η_s m/(√v + τ)                          no bias correction
 
+g is the noised mean gradient of client i with parameters θ_i, and Δ̄ the mean of the Δ_i. K is the
+number of local steps, η_t the learning rate, η_s the server's learning rate and λ the weight decay.
+
 `fedopt_preset = authors` is FedAdam as the authors of DP-FedAdamW use it: β2 = 0.98, τ = 0.01, and
 v starts at 0. If beta2 or tau is set, it replaces the preset's value.
 """

@@ -5,6 +5,9 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
+g1 and g2 are noised mean gradients of client i with parameters θ_i, and Δ̄ is the mean of the Δ_i.
+K is the number of local steps, η_t the learning rate and λ the weight decay.
+
 The paper protects clients; this version protects records. Two releases of the same batch cost as
 much privacy as one release with the noise multiplier divided by √2. `equal_eps` multiplies the
 noise by √2, so that a step costs as much as a step with one release. Two batches

@@ -8,7 +8,9 @@
             send Δ_i = θ_i − θ
     server: θ ← θ + Δ̄
 
-The adaptive step is AdamW (Loshchilov, Hutter 2019).
+g is the noised mean gradient of client i with parameters θ_i, and Δ̄ the mean of the Δ_i. K is the
+number of local steps, η_t the learning rate and λ the weight decay. The adaptive step is AdamW
+(Loshchilov, Hutter 2019).
 """
 
 from __future__ import annotations

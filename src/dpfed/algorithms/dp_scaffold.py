@@ -8,10 +8,14 @@
             send Δ_i = θ_i − θ and c_i' − c_i ;  c_i ← c_i'
     server: θ ← θ + Δ̄ ;  c ← c + (1/N) Σ_{i answered} (c_i' − c_i)
 
-Noble, Bellet and Dieuleveut (2022) made the algorithm private. The factor 1/N counts all clients,
-so that c stays the mean of all c_i. Per-record gradients are clipped before c and c_i are added.
-c_i' depends only on noised gradients and costs no privacy. Without weight decay both formulas for
-c_i' are equal. With weight decay, `displacement` adds the mean of the terms λ θ_i to c_i'.
+g is the noised mean gradient of client i with parameters θ_i, and Δ̄ the mean of the Δ_i. K is the
+number of local steps, η_t the learning rate and λ the weight decay. N is the number of all clients,
+so that c stays the mean of all c_i.
+
+Noble, Bellet and Dieuleveut (2022) made the algorithm private. Per-record gradients are clipped
+before c and c_i are added. c_i' depends only on noised gradients and costs no privacy. Without
+weight decay both formulas for c_i' are equal. With weight decay, `displacement` adds the mean of
+the terms λ θ_i to c_i'.
 """
 
 from __future__ import annotations
@@ -42,11 +46,11 @@ class Server(Point):
 
 @dataclass(frozen=True)
 class Local(Point):
-    """State of S clients within a round.
+    """State of S clients of DP-SCAFFOLD within a round.
 
-    c      the server's c
-    own    each client's c_i
-    total  sum of each client's gradients g in this round so far
+    c      control variate of the server
+    own    control variate of each client
+    total  sum of each client's noised gradients in this round so far
     """
 
     c: Tensor

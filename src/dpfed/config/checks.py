@@ -23,9 +23,10 @@ def check(config: Config) -> None:
 
 
 def refuse_idle_augmentations(data: DataSection) -> None:
-    """Raise DpfedError if gradients are averaged over copies of an image that are all equal.
+    """Raise DpfedError if a run averages gradients over augmentations that are all equal.
 
-    Copies are equal if `data.views` is above 1 while `data.augment` is "none".
+    This is so if `data.views`, the number of augmentations of an image, is above 1 while
+    `data.augment` is "none".
     """
     if data.views > 1 and data.augment == "none":
         raise DpfedError(

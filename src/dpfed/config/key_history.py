@@ -1,7 +1,8 @@
-"""Keys that were added or deleted after the first version, so that older files keep their meaning.
+"""Configuration keys that were added or deleted after the first version of dpfed.
 
-ADDED has the value of each added key that a file without the key means. A deleted key is ignored if
-it has its old default. Any other value raises an error with advice.
+Older files keep their meaning. ADDED lists the added keys, each with the value that holds for a
+file without the key. A deleted key is ignored if it has its old default. Any other value of a
+deleted key raises an error with advice.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ADDED: dict[str, Any] = {
 }
 
 
-# Old defaults of keys whose default is now None, by `data.name` and key. None still selects the
-# column with this name, if there is one.
+# Former defaults of keys whose default is now None, by (data.name, key). A former default is the
+# name of a column. None selects the column with this name too, if there is one.
 FORMER_DEFAULTS = {
     ("text-table", "text"): "text",
     ("text-table", "label"): "label",
@@ -35,7 +36,7 @@ FORMER_DEFAULTS = {
 
 
 class Deleted(NamedTuple):
-    """A deleted key.
+    """A configuration key that was deleted.
 
     default    the key's default value before it was deleted
     advice     text for the user if a file has another value
@@ -73,7 +74,7 @@ DELETED: dict[str, Deleted] = {
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
-# Values that existing keys no longer accept, each with advice for the user.
+# Values that still existing keys no longer accept: (key, value) and advice for the user.
 DELETED_VALUES = {
     ("algorithm.bc_floor", "none"): PRINTED,
     ("privacy.clip_mode", "batch_tensor"): (
@@ -88,7 +89,9 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
 
     Raise DpfedError for any other value of a deleted key, and for the values in DELETED_VALUES.
 
-    known  the keys that the section still has
+    section  name of the section, such as "privacy"
+    table    keys and values of the section in a file
+    known    the keys that the section still has
     """
     kept = {}
     for key, value in table.items():
@@ -105,10 +108,10 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
 
 
 def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the keys that dpfed's first version would have written.
+    """Return settings with the keys that the first version of dpfed would have written.
 
-    Equal settings then compare as equal and have equal hashes, even if different versions wrote
-    them.
+    Settings that mean the same are then equal and have equal hashes, even if different versions of
+    dpfed wrote them.
     """
     out = {name: dict(table) for name, table in tables.items()}
     for full, meaning in ADDED.items():

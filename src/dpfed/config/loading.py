@@ -36,14 +36,14 @@ class Registry:
     presets: Mapping[str, Path] = field(default_factory=dict)
 
 
-# If an override changes the `name` of a section, the section keeps only these keys. Its other keys
-# were options of the previous source, model or algorithm.
+# If an override changes the `name` in a section (another data source, model or algorithm), only
+# these keys of the section stay. All other keys were options of the previous choice.
 COMMON: dict[str, frozenset[str]] = {
     "algorithm": frozenset(),
     "model": frozenset(),
     "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
 }
-# Names that other programs use for a setting, and the name of this setting here.
+# Names that other programs use for a setting, each with the name of the same setting in dpfed.
 SYNONYMS = {
     "epsilon": "target_epsilon",
     "batch_size": "batch",
@@ -63,18 +63,18 @@ def load(source: str | Path, overrides: Sequence[str], registry: Registry) -> Co
 
 
 def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the tables of a TOML file as dictionaries, not yet checked.
+    """Return the tables of a preset or TOML file as dictionaries, not yet checked.
 
-    If the file names another file or preset in `extends`, return the keys of both. The keys of this
-    file take precedence.
+    If the file names another file or preset in `extends`, return the keys of both files. The keys
+    of the first file take precedence.
     """
     path = registry.presets.get(str(source), Path(source))
     if path in _seen:
         raise DpfedError(f"{path} extends itself")
     raw = _read_toml(path, source, registry)
     table = raw.get("model")
-    # The config.toml of a run lists every key. If it has no `pooling` for a language model, the run
-    # is older than this key and used no pooling.
+    # The config.toml in the folder of a run lists every key. If it has no `pooling` for a language
+    # model, the run is older than this key and used no pooling.
     if (path.parent / "run.json").is_file() and isinstance(table, dict) and "max_length" in table:
         table.setdefault("pooling", None)
     base = raw.pop("extends", None)
@@ -104,9 +104,10 @@ def _read_toml(path: Path, source: str | Path, registry: Registry) -> dict[str, 
 
 
 def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of both tables, and of their nested tables; `over` takes precedence.
+    """Merge two configurations: return the keys of both tables; `over` takes precedence.
 
-    If `over` changes the `name` in a table, drop the options that belong to the old name.
+    Nested tables are merged too. If `over` changes the `name` in a section, drop the options that
+    belong to the old name.
     """
     out = dict(under)
     for key, value in over.items():
@@ -118,8 +119,8 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for pair in EXCLUSIVE:
-        # If `over` sets one key of a pair, drop the other key, which comes from `under`. If `over`
-        # sets both, keep both: `build` raises an error for this contradiction.
+        # A pair has two keys that exclude each other. If `over` sets one of them, drop the other,
+        # which comes from `under`. If `over` sets both, keep both: `build` then raises an error.
         stated = {name for name in pair if over.get(name) is not None}
         if len(stated) == 1:
             for name in pair - stated:
@@ -128,7 +129,7 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(raw: Mapping[str, Any], registry: Registry) -> Config:
-    """Return the checked configuration that the tables (from `read` or `overlay`) describe."""
+    """Return the checked configuration from the tables that `read` or `overlay` returned."""
     sections = [f.name for f in dataclasses.fields(Config)]
     for key, value in raw.items():
         if key not in sections:
@@ -160,7 +161,11 @@ LISTED_AS = {"data": "datasets", "model": "models", "algorithm": "algorithms"}
 def _named(
     section: str, raw: Mapping[str, Any], known: Mapping[str, type[Any]], default: str
 ) -> Any:
-    """Return a section as the dataclass in `known` that its `name` selects."""
+    """Return a section as an object of the class that the key `name` of the section selects.
+
+    known    the classes by name, such as all models for the section "model"
+    default  name to use if the section has none
+    """
     table = dict(raw.get(section, {}))
     name = table.pop("name", default)
     if not isinstance(name, str) or name not in known:
@@ -172,9 +177,10 @@ def _named(
 
 
 def key_names(word: str, registry: Registry) -> list[str]:
-    """Return the full names of all keys called `word`, or of the key spelt most like it.
+    """Return the full names, such as "run.rounds", of all configuration keys called `word`.
 
-    The list is empty if no key is similar.
+    If there is none, return the names of the key with the most similar spelling. The list is empty
+    if no key is similar.
     """
     found = all_keys(registry)
     word = SYNONYMS.get(word, word)

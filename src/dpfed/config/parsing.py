@@ -16,7 +16,7 @@ from dpfed.errors import DpfedError
 
 
 def overrides_layer(items: Sequence[str]) -> dict[str, Any]:
-    """Return all `section.key=value` options as nested dictionaries.
+    """Return the command line's `section.key=value` options as nested dictionaries.
 
     The order of different keys has no effect. If a key is given twice, the last value counts. A
     value that is not valid TOML is taken as a plain string.
@@ -30,14 +30,14 @@ def _override(item: str) -> tuple[str, Any]:
         raise DpfedError(f"--set {item!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    # ValueError includes TOMLDecodeError, and the error for a number with too many digits.
+    # Python raises ValueError both for invalid TOML and for a number with too many digits.
     except (ValueError, RecursionError):
         value = text.strip()
     return key.strip(), value
 
 
 def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return (dotted key, value) pairs as nested dictionaries; the order of keys has no effect.
+    """Return pairs (dotted key, value) as nested dictionaries; the order of keys has no effect.
 
     Raise DpfedError if a key is set both to a value and to a table.
     """
@@ -60,7 +60,10 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of every key below `path`; an empty table counts as a value."""
+    """Yield (path, value) for every key inside `value`, a table; each path begins with `path`.
+
+    If the value is no table or an empty table, yield (path, value) itself.
+    """
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves((*path, str(key)), inner)
@@ -69,7 +72,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...]
 
 
 def parse(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
-    """Return the dataclass `cls` with the values of a table.
+    """Return an object of the dataclass `cls` with the values of a configuration table.
 
     Raise DpfedError for the first unknown key or wrong value.
     """

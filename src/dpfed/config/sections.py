@@ -16,7 +16,7 @@ BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
 CohortChoice = Literal["balanced", "uniform"]
 MessageFormat = Literal["float32", "bf16", "int8"]
 BoolOrAuto = bool | Literal["auto"]
-# Kinds of labels: one class, one number, or for each class 0 or 1.
+# Kinds of labels: one class, one number, or a 0 or 1 for each class.
 LabelTask = Literal["classify", "regress", "multilabel"]
 Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
@@ -116,8 +116,8 @@ class PrivacySection:
         Literal["flat", "automatic", "quantile"],
         "cut to norm C, normalise to norm C, or let C follow a noised quantile of the norms",
     ] = "flat"
-    # At least 1e-12. A smaller value could scale a tiny gradient to a norm above C, because the
-    # squares of such a gradient underflow in float32.
+    # At least 1e-12: with a smaller value, a tiny gradient could get a norm above the clip norm,
+    # because its squares underflow in float32 and its norm is then taken for 0.
     clip_stability: Annotated[
         float | None, Ge(1e-12), "automatic: s in g·C/(‖g‖+s); default 0.01"
     ] = None
@@ -274,9 +274,9 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """[federation]: public facts that a server needs about the clients on its network.
+    """Section [federation]: public facts that a server needs about its clients on other machines.
 
-    Simulations use `upload` and `download`, and ignore the rest.
+    Simulations use `upload` and `download`, and ignore the other keys.
     """
 
     clients: Annotated[

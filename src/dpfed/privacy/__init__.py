@@ -1,1 +1,1 @@
-"""Private gradients: the mechanism, the oracle that runs it, the accountant and the ledger."""
+"""Private gradients: how they are noised, what epsilon they cost, and the record of all costs."""

@@ -1,13 +1,14 @@
-"""Clipped sums of several training runs from shared passes, so that small runs keep a GPU busy.
+"""Compute the clipped gradient sums of several training runs together, so that a GPU stays busy.
 
 Each run works in its own thread, with its own plan, random streams, noise and ledger. All runs
-share the passes. A pass computes the gradients of several runs, clips each gradient with the C of
-its run and adds the clipped gradients per client. A run receives only the sums of its own clients.
-These sums have no noise yet, so only the run's oracle may request them.
+share their passes. A pass computes the gradients of several runs, clips each gradient to the clip
+norm C of its run and adds the clipped gradients per client. A run receives only the sums of its own
+clients. These sums have no noise yet, so only the code that adds the noise (the run's oracle) may
+request them.
 
 The runs that share passes are called members. A pass starts when every member has requested sums.
 A run that ends or fails leaves, and the remaining members no longer wait for this run. When half of
-the members have left, a smaller pass is built, so that slots of absent runs cost no work.
+the members have left, a smaller pass is built, so that absent runs cost no work.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from dpfed.privacy.oracle import free, out_of_memory
 
 @dataclass
 class _Request:
-    """One run's request for clipped sums.
+    """One run's request for clipped gradient sums.
 
-    theta   `[S, P]` parameter vectors of the run's clients
+    theta   `[S, P]` vectors of P parameters of the run's S clients
     arrays  the batch, as columns of `RecordGradients.columns`
     clip    clip norm C of the run
     result  sums and counts, as `FixedSum` returns them; None until they are computed
@@ -47,11 +48,15 @@ class _Request:
 
 
 class BatchedSums:
-    """Computes clipped sums for `runs` runs in shared passes, with up to `clients` clients per run.
+    """Computes the clipped sums of several runs together, in passes that the runs share.
 
-    make  function that gets a number of runs and builds a `FixedSum` with runs * clients rows of
-          theta. It is called while no run uses the device. If memory runs out, it is called again
-          with fewer runs.
+    A pass is one forward and backward computation of many records.
+
+    runs     number of runs that share the passes
+    clients  largest number of clients of a run
+    make     function from a number of runs to a new `FixedSum`, which computes the passes for
+             runs * clients clients. It is called while no run uses the device. If memory runs out,
+             it is called again with fewer runs.
     """
 
     def __init__(self, runs: int, clients: int, make: Callable[[int], FixedSum]) -> None:
@@ -67,10 +72,10 @@ class BatchedSums:
         return BatchedSum(self, number)
 
     def sums_of(self, number: int, request: _Request) -> tuple[Tensor, Tensor]:
-        """Return the sums and counts that run `number` requests, or raise the error of its pass.
+        """Return the sums and counts that run `number` requests, or raise the error that occurred.
 
-        Each thread waits here until every member has requested sums. The thread of the last request
-        computes the sums for all members.
+        Each run's thread waits here until all runs that have not left have requested sums. The
+        thread of the last request computes the sums for all of them.
         """
         if len(request.theta) > self.clients:
             raise ValueError(f"a run has {self.clients} rows, not {len(request.theta)}")
@@ -83,8 +88,8 @@ class BatchedSums:
                 while not request.done:
                     self._barrier.wait()
             finally:
-                # An exception such as KeyboardInterrupt can end the wait before the pass starts.
-                # Remove the request then, so that no later pass computes it.
+                # An exception such as KeyboardInterrupt can end the wait before the sums are
+                # computed. Remove the request then, so that nobody computes it later.
                 if self._requests.get(number) is request:
                     del self._requests[number]
         if request.error is not None:
@@ -93,7 +98,10 @@ class BatchedSums:
         return request.result
 
     def leave(self, number: int) -> None:
-        """Remove run `number`; if all other members have requested sums, compute these sums now."""
+        """Remove run `number`, so that the other runs no longer wait for it.
+
+        If all other runs are waiting already, compute their sums now.
+        """
         with self._barrier:
             self._members.discard(number)
             self._requests.pop(number, None)
@@ -119,7 +127,7 @@ class BatchedSums:
             self._barrier.notify_all()
 
     def _compute_some(self, waiting: Sequence[_Request], members: int) -> None:
-        """Compute one pass for the first waiting runs, and store their results.
+        """Compute the sums of the first waiting runs together (one pass), and store their results.
 
         After an error, later passes take half as many runs. The usual errors are lack of memory
         and size limits of kernels. If a pass of one run fails, that run gets the error. No batch is
@@ -135,17 +143,17 @@ class BatchedSums:
         except Exception as error:
             if size == 1:
                 waiting[0].error = _without_traceback(error)
-        # Reduce the limit outside the except block: the exception keeps the memory of the failed
-        # pass alive until that block ends.
+        # Free memory outside the except block: until that block ends, the exception refers to the
+        # tensors of the failed pass.
         self._max_runs_per_pass = (size + 1) // 2
         self._delete_shared_sum()
         free(waiting[0].theta.device)
 
     def _runs_per_pass(self, members: int) -> int:
-        """Return how many runs one pass takes; build a new `FixedSum` if needed.
+        """Return how many runs are computed together in one pass.
 
-        A new `FixedSum` is needed if none exists, or if the old `FixedSum` has too many rows of
-        theta.
+        Build a new `FixedSum`, which computes the passes, if none exists or if the old one is at
+        least twice as large as needed.
         """
         wanted = min(members, self._max_runs_per_pass)
         if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
@@ -160,9 +168,10 @@ class BatchedSums:
         self._shared_sum = None
 
     def _one_pass(self, requests: Sequence[_Request]) -> list[tuple[Tensor, Tensor]]:
-        """Compute one pass; return sums and counts of each run, in the order of `requests`.
+        """Compute the requests of several runs together; return each run's sums and counts.
 
-        Rows of theta that belong to no request get no records, so their sums are zero.
+        The results have the order of `requests`. Clients that belong to no request get no records,
+        so their sums are zero.
         """
         assert self._shared_sum is not None
         columns: dict[str, list[np.ndarray]] = {name: [] for name in requests[0].arrays}
@@ -179,7 +188,10 @@ class BatchedSums:
 
 
 class BatchedSum:
-    """One run's access to the shared passes. The run's oracle uses it like a `FixedSum`."""
+    """One run's access to `BatchedSums`, which computes the clipped sums of several runs together.
+
+    The run's oracle uses it in place of a `FixedSum`, which computes the sums of one run.
+    """
 
     def __init__(self, shared: BatchedSums, number: int) -> None:
         self._shared = shared
@@ -197,6 +209,6 @@ class BatchedSum:
 def _without_traceback(error: BaseException) -> BaseException:
     """Return an out-of-memory error as a new error without traceback, and other errors unchanged.
 
-    The traceback refers to the tensors of the failed pass and would keep their memory occupied.
+    The traceback refers to the tensors of the failed computation, so they would stay in memory.
     """
     return torch.OutOfMemoryError(str(error)) if out_of_memory(error) else error

@@ -1,23 +1,26 @@
 """Clip the gradient of each protected unit to norm C, and add the clipped gradients per client.
 
-Clipping rules for a gradient g:
+A protected unit is one record, or all records of one person. Clipping rules for its gradient g:
 
 flat         g · min(1, C/‖g‖), where ‖g‖ is the L2 norm over all trainable numbers
-automatic    g · C/(‖g‖ + s), so all gradients get about the same norm (Bu et al. 2023)
+automatic    g · C/(‖g‖ + s) with a small constant s, so all gradients get nearly the norm C
+             (Bu et al. 2023)
 quantile     flat, with a C that follows a quantile of the norms over rounds (Andrew et al. 2021)
 
 Under each rule one unit moves the sum by at most C. With `quantile` a release is a pair: the sum
 and a count. A unit adds +1/2 to the count if ‖g‖ ≤ C, else -1/2, so it moves the count by 1/2. The
-noise of the sum has the standard deviation σ_g·C, and the noise of the count has r·σ/2. The pair
-costs as much privacy as one Gaussian release with multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The
-ledger charges σ, so the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
+noise of the sum has the standard deviation σ_g·C, and the noise of the count has r·σ/2. Here σ is
+the noise multiplier of the whole release, and r > 1 is a constant. The pair costs as much privacy
+as one Gaussian release with multiplier σ if 1/σ² = 1/σ_g² + 1/(rσ)². The privacy ledger is charged
+for σ, so the noise of the sum is chosen as σ_g = σ/√(1 − 1/r²).
 
-`clip_and_sum` serves passes of any size, passes of a fixed shape, exact isolation and the noise
-grid. These four cases differ only in the sum of clipped rows: a float32 or float64 matrix product,
-or int64 numbers of grid steps. One rule decides the precision in all cases:
+`clip_and_sum` serves all ways to compute gradients: any number of records at once, a fixed number,
+exact isolation of units, and rounding to a noise grid. These four cases differ only in the sum of
+clipped rows (one gradient is one row): a float32 or float64 matrix product, or int64 numbers of
+grid steps. One rule decides the precision in all cases:
 
 - The squares of a row are added in float32 within pieces of the row. The pieces are added in
-  float64. A piece has 256 numbers, or 4,096 in our kernel, which adds them as a tree.
+  float64. A piece has 256 numbers, or 4,096 in this project's GPU kernel, which adds pairwise.
 - The norm and the clip factor are float32, so a clipped row has at most the norm C(1 + 1e-6).
 - For float64 rows (exact isolation, grid) the squares, norm and clip factor are float64. The grid
   needs float64 because its sensitivity has no margin. Exact isolation must not round.
@@ -43,19 +46,20 @@ Multiplier = TypeVar("Multiplier", float, np.ndarray)
 # Smallest and largest clip norm that is allowed. In float32, the squares of far smaller norms
 # underflow, and the squares of far larger norms overflow.
 CLIPS = (1e-12, 1e12)
-# Largest change of log C in a round, so that exp() cannot overflow. This limit excludes no allowed
-# C, because e^100 exceeds the ratio of the largest to the smallest allowed clip norm.
+# Largest change of log C (clip norm C) in a round, so that exp() cannot overflow. This is enough:
+# e^100 exceeds the ratio of the largest to the smallest allowed C.
 LARGEST_LOG_STEP = 100.0
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """A clipping rule with its public constants.
+    """A rule that clips gradients to the clip norm C, with its public constants.
 
-    stability    s of automatic clipping
-    quantile     quantile clipping: wanted share of units with a norm of at most C
+    stability    automatic clipping: constant that is added to the norm of a gradient
+    quantile     quantile clipping: wanted fraction of gradients with a norm of at most C
     rate         quantile clipping: learning rate of log C
-    count_noise  quantile clipping: r > 1, the count's noise multiplier divided by σ
+    count_noise  quantile clipping: noise multiplier of the count, divided by that of the release;
+                 above 1
     """
 
     mode: ClipMode = "flat"
@@ -66,25 +70,29 @@ class Clipping:
 
     @property
     def counts(self) -> bool:
-        """True if each release contains a count beside the sum (quantile clipping)."""
+        """True for quantile clipping, where each release has a count of units beside the sum."""
         return self.mode == "quantile"
 
     def sum_multiplier(self, multiplier: Multiplier) -> Multiplier:
-        """Return the noise multiplier σ_g of the sum, given that the whole release has σ."""
+        """Return the noise multiplier of the sum, given the multiplier of the whole release."""
         return multiplier / math.sqrt(1 - self.count_noise**-2) if self.counts else multiplier
 
     def count_std(self, multiplier: float) -> float:
-        """Return the standard deviation of the count's noise; the count's sensitivity is 1/2."""
+        """Return the standard deviation of the noise on the count, whose sensitivity is 1/2.
+
+        multiplier  noise multiplier of the whole release
+        """
         return 0.5 * self.count_noise * multiplier
 
     def next_clip(self, clip: float, below: float) -> float:
-        """Return the next round's clip norm C.
+        """Return the clip norm C of the next round, by quantile clipping.
 
         clip   C of this round
-        below  noised share of units with a norm of at most C; noise may take it outside 0..1
+        below  noised fraction of gradients with a norm of at most C; the noise may make it negative
+               or larger than 1
 
-        The share is not limited to 0..1, because that would shift the mean of its noise, and C
-        would settle at a wrong quantile. Its difference from the quantile is limited to -1..1.
+        This fraction is not limited to 0..1: that would shift the mean of its noise, and C would
+        settle at a wrong quantile. Its difference from the quantile is limited to -1..1.
         """
         difference = min(max(below - self.quantile, -1.0), 1.0)
         log_step = min(max(-self.rate * difference, -LARGEST_LOG_STEP), LARGEST_LOG_STEP)
@@ -93,10 +101,11 @@ class Clipping:
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Assigns U gradients, one per protected unit, to the sums of S clients.
+    """Assigns U gradients of P numbers, one per protected unit, to the sums of S clients.
 
     client   `[U]` row of the sums `[S, P]` to which the gradient is added
-    counts   `[U]` False (or 0) for a gradient that is not added, such as an unused slot's gradient
+    counts   `[U]` False (or 0) for a gradient that is not added, such as a gradient that only fills
+             a computation of fixed size
     clients  number of clients S
     """
 
@@ -114,7 +123,9 @@ def clip_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return each client's sum of clipped gradients `[S, P]` and its count `[S, 1]`.
 
-    A unit adds +1/2 to the count of its client if its norm is at most C, else -1/2.
+    There are S clients, U units (a unit is a record, or all records of a person) and P trainable
+    numbers. A unit adds +1/2 to the count of its client if the norm of its gradient is at most the
+    clip norm C, else -1/2.
 
     grads       for each trainable tensor the gradients of all units, `[U, n]`; this function may
                 overwrite numbers that are not finite with zeros
@@ -144,23 +155,28 @@ def clip_and_sum(
 
 
 def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
-    """Scale each row, round it to integers, and return the sum of each client's rows in int64."""
+    """Return the sum of each client's gradients in grid steps, as int64 `[S, n]`.
+
+    rows   `[U, n]` gradients, one per unit
+    scale  `[U]` clip factor of each gradient divided by its client's grid step; scaled rows are
+           rounded to integers
+    """
     steps = (rows * scale.unsqueeze(1)).round().to(torch.int64)
     return steps.new_zeros(units.clients, rows.shape[1]).index_add_(0, units.client, steps)
 
 
 def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
-    """Return for each gradient the factor that scales its norm to at most C."""
+    """Return for each gradient the factor that scales its norm to at most the clip norm."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
 
 
 def row_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each gradient `[M]`; row i of all matrices together is gradient i.
+    """Return the L2 norm of each of M gradients, `[M]`.
 
-    The precision follows the rule at the top of this file. A norm is infinite or NaN if its square
-    is not finite in float32.
+    Row i of all matrices together is gradient i. The top of this file describes the precision. A
+    norm is infinite or NaN if its square is not finite in float32.
     """
     pieces = [row_squares(rows).sum(1, dtype=torch.float64) for rows in matrices]
     squares = torch.stack(pieces).sum(0)
@@ -176,13 +192,14 @@ def finite_rows(grads: Sequence[Tensor]) -> Tensor:
 
 
 def unit_means(grads: Sequence[Tensor], unit: Tensor, units: int) -> tuple[list[Tensor], Tensor]:
-    """Return the mean gradient of each unit, and a mask `[U]`.
+    """Return the mean gradient of each unit over its records, and a mask `[U]`.
 
     The mask is False for a unit if the gradient of one of its records is not finite. This function
     may overwrite such numbers in `grads` with zeros.
 
-    grads  for each trainable tensor the gradients of all records, `[M, n]`
+    grads  for each trainable tensor the gradients of all M records, `[M, n]`
     unit   `[M]` the unit of each record, ascending; every unit has at least one record
+    units  number of units U
     """
     if units == len(unit):
         return list(grads), torch.ones_like(unit, dtype=torch.bool)

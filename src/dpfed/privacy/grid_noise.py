@@ -6,10 +6,11 @@ a grid all released numbers are multiples of h, whatever the data are.
     h = a power of two, at most 2^-k σC, where k is between LEAST_BITS and MOST_BITS
     n = Σ round(ḡ_j / h) + round(σ (C + h √P / 2) z / h),  z ~ N(0, I) in float64
 
-ḡ_j is the clipped gradient of unit j, with P coordinates, and σ is the noise multiplier. The
-oracle releases n h. Rounding moves each coordinate of ḡ_j by at most h/2, so one unit moves the sum
-by at most C + h √P / 2. The noise is scaled to this sensitivity, so the ledger still charges σ. The
-standard deviation of the noise grows by less than a factor of 1 + 1e-6.
+ḡ_j is the clipped gradient of unit j (a record, or all records of a person), with P coordinates.
+C is the clip norm and σ the noise multiplier. The released sum is n h. Rounding moves each
+coordinate of ḡ_j by at most h/2, so one unit moves the sum by at most C + h √P / 2. The noise is
+scaled to this sensitivity, so the privacy loss is still that of σ. The standard deviation of the
+noise grows by less than a factor of 1 + 1e-6.
 
 Not covered: z is computed from uniform numbers of 53 bits and then rounded, so it is no exact
 discrete Gaussian. Gradients are computed in floating point, and their computing time is visible.
@@ -30,24 +31,28 @@ from dpfed.privacy.published import show_sigma
 
 # The grid step may increase the standard deviation of the noise by at most this relative amount.
 LOSS = 1e-6
-# Smallest and largest k in h ≈ 2^-k σC. A smaller k adds variance by rounding. With a larger k the
-# noise overflows 64-bit integers, and the released number reveals the sign of the sum.
+# Smallest and largest k in the grid step h ≈ 2^-k σC. A smaller k adds variance by rounding. With a
+# larger k, noise overflows 64-bit integers, and the released number reveals the sign of the sum.
 LEAST_BITS = 20
 MOST_BITS = 51
-# Grid step for the counts of quantile clipping. Counts are multiples of 1/2, so they lie on it.
+# Grid step for the counts of quantile clipping. Counts are multiples of 1/2 and of this step.
 COUNT_STEP = 2.0**-20
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid step h of one client, and the standard deviation of its noise divided by h."""
+    """The noise grid of one client.
+
+    step  grid step h: released sums are multiples of it
+    std   standard deviation of the noise, in units of h
+    """
 
     step: float
     std: float
 
 
 def grid_of(std: float, clip: float, size: int) -> Grid:
-    """Return the grid of one client.
+    """Return the noise grid of one client: its step and its noise.
 
     std   standard deviation σC of the noise on its sum
     clip  clip norm C
@@ -66,14 +71,19 @@ def grid_of(std: float, clip: float, size: int) -> Grid:
 
 
 def sensitivity(clip: float, step: float, size: int) -> float:
-    """Return an upper bound on how far one unit moves a sum of rounded gradients, in L2 norm."""
+    """Return the L2 sensitivity of a sum of gradients that are clipped and rounded to the grid.
+
+    clip  clip norm C
+    step  grid step h
+    size  number of coordinates P
+    """
     return clip + step * math.sqrt(size) / 2
 
 
 def noised(total: Tensor, grids: Sequence[Grid], noise: Sequence[Noise]) -> Tensor:
-    """Return the sums with noise, as multiples of each client's h, in float64 `[S, P]`.
+    """Return the noised sums of S clients in float64 `[S, P]`, each a multiple of its grid step h.
 
-    total  `[S, P]` int64 sums of rounded gradients, in units of h
+    total  `[S, P]` int64 sums of rounded gradients of P coordinates, in units of h
     grids  the grid of each client
     noise  the noise source of each client
     """
@@ -85,9 +95,11 @@ def noised(total: Tensor, grids: Sequence[Grid], noise: Sequence[Noise]) -> Tens
 
 
 def noised_counts(count: Tensor, std: Sequence[float], noise: Sequence[Noise]) -> Tensor:
-    """Return the counts `[S, 1]` with noise that is rounded to multiples of COUNT_STEP.
+    """Return the noised counts `[S, 1]` of quantile clipping, as multiples of COUNT_STEP.
 
-    std  standard deviation of each client's count noise
+    count  `[S, 1]` count of each of S clients
+    std    standard deviation of the noise on each count
+    noise  the noise source of each client
     """
     scales = [s / COUNT_STEP for s in std]
     added = [source.normal64(1) * scale for scale, source in zip(scales, noise, strict=True)]

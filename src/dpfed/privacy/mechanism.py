@@ -1,7 +1,8 @@
 """The mechanism of one local step: how batches are sampled, noised and released.
 
-The oracle executes a `Mechanism`, the ledger stores it, and the accountant composes it. All three
-use the same object, so they cannot disagree.
+The oracle is the code that computes noised gradients: it executes a `Mechanism`. The ledger is the
+file of all privacy spending: it stores the `Mechanism`. The accountant computes epsilon from it.
+All three use the same object, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ Adjacency = Literal["add/remove one", "replace one"]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One local step as the accountant sees it.
+    """The constants of one local step that decide its privacy loss.
+
+    A unit is one record, or all records of one person. A release is one sum of clipped gradients
+    with noise.
 
     sampling          poisson: each unit is in a batch independently of the others
                       fixed_wor: each batch has a fixed number of distinct units
     rate              probability that a given unit is in a batch
     noise_multiplier  standard deviation of the noise of one release, divided by the clip norm C;
-                      0 means no privacy; with quantile clipping, the multiplier of a single
-                      release that costs as much privacy as sum and count together
+                      0 means no privacy; quantile clipping releases a sum and a count, and this
+                      is the multiplier of one Gaussian release that is as private as both
     batches           new batches in the step
     releases          releases of each batch, each with new noise
     """
@@ -46,19 +50,19 @@ class Mechanism:
 
     @property
     def adjacency(self) -> Adjacency:
-        """How neighbouring data sets differ: by one added, removed or replaced unit."""
+        """How neighbouring data sets differ: by one added, removed or replaced protected unit."""
         return "add/remove one" if self.sampling == "poisson" else "replace one"
 
     @property
     def sensitivity(self) -> float:
-        """The largest difference of clipped sums of neighbouring data sets, divided by C."""
+        """Sensitivity of a sum of clipped gradients in L2 norm, divided by the clip norm C."""
         return 1.0 if self.sampling == "poisson" else 2.0
 
     @property
     def effective_multiplier(self) -> float:
-        """The multiplier of one Gaussian release that is as private as all releases of a batch.
+        """Noise multiplier of one Gaussian release that is as private as all releases of a batch.
 
-        This release has sensitivity 1. k releases of one batch are as private as one release with a
-        noise multiplier that is sqrt(k) times smaller.
+        This Gaussian release has sensitivity 1. k releases of one batch are as private as one
+        release with a noise multiplier that is sqrt(k) times smaller.
         """
         return self.noise_multiplier / (self.sensitivity * math.sqrt(self.releases))

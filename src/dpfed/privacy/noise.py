@@ -4,13 +4,13 @@ The numbers of a stream do not depend on other clients, on the order of work or 
 of the run. Two purposes never share a stream. In a simulation the run's seed decides all streams.
 
 With `run.noise = "os"` entropy of the operating system decides the streams that protect records.
-These streams draw noise, batches, places, cohorts, dropout and augmentations. They cannot be
-repeated, and a cryptographic generator draws the noise.
+These streams draw noise, batches, the clients of each round, positions of records in a computation,
+dropout and augmentations. They cannot be repeated, and a cryptographic generator draws the noise.
 
-The keys of dropout and augmentations depend on a record's position at its client, and removing a
-record shifts all later positions. An observer who knew the dropout masks would see the mask of
-every later record change. The masks are therefore secret: a secret mask has the same distribution
-at every position.
+Dropout and augmentations of a record depend on its position at its client, and removing a record
+shifts all later positions. An observer who knew the dropout masks would see the mask of every
+later record change. The masks are therefore secret: a secret mask has the same distribution at
+every position.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Streams:
 
     seed     the seed of the run
     secret   True: streams with a purpose in SECRET depend on `entropy` too
-    entropy  32 secret bytes; a restarted server passes its stored bytes; None to draw new bytes
+    entropy  32 secret bytes; None to draw new bytes; a restarted server passes the bytes that it
+             stored, to continue with the same streams
     """
 
     def __init__(self, seed: int, secret: bool = False, entropy: bytes | None = None) -> None:
@@ -72,7 +73,7 @@ class Streams:
         return np.random.Generator(np.random.Philox(key=key))
 
     def number(self, purpose: Purpose, round: int = 0, client: int = 0) -> int:
-        """Return a signed 64-bit seed for a generator outside this class, from the stream's key."""
+        """Return the first 64 bits of the stream's key as a signed number, to seed a generator."""
         return int(np.frombuffer(self.key(purpose, round, client)[:8], dtype=np.int64)[0])
 
     def noise(self, round: int, client: int, device: torch.device) -> Noise:
@@ -83,17 +84,23 @@ class Noise(Protocol):
     """A source of standard normal numbers for one client in one round."""
 
     def normal64(self, size: int) -> Tensor:
-        """Return the next `size` numbers in float64 `[size]`, for noise on a grid."""
+        """Return the next `size` numbers in float64 `[size]`, which are then rounded to a grid."""
 
     def fill(self, row: Tensor) -> None:
-        """Overwrite `row` with the next numbers."""
+        """Overwrite the vector `row` with the next numbers of this source."""
 
     def again(self) -> Noise:
-        """Return a new source that repeats all numbers from the start, to repeat failed steps."""
+        """Return a new source that repeats all numbers from the start.
+
+        A local step that failed is then computed again with the same noise.
+        """
 
 
 class SeededNoise:
-    """Repeatable noise for simulations: anybody with the seed can subtract it from a release."""
+    """Repeatable noise for simulations, drawn from the run's seed.
+
+    It protects nothing: anybody who knows the seed can subtract the noise from a released value.
+    """
 
     def __init__(self, streams: Streams, round: int, client: int, device: torch.device) -> None:
         self._device = device
@@ -102,7 +109,7 @@ class SeededNoise:
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
         else:
-            # NumPy's Philox uses all 128 bits of a key, while torch's CPU generator keeps only 32.
+            # Use NumPy's Philox, which has keys of 128 bits. torch's CPU generator keeps only 32.
             self._cpu = streams.generator("noise", round, client)
 
     def fill(self, row: Tensor) -> None:
@@ -117,7 +124,7 @@ class SeededNoise:
     def normal64(self, size: int) -> Tensor:
         """Return the numbers that `fill` would write, converted from float32 to float64.
 
-        Runs with and without a grid then have the same noise and can be compared.
+        Runs that round sums to a grid then have the same noise as runs that do not.
         """
         row = torch.empty(size, device=self._device)
         self.fill(row)

@@ -1,8 +1,8 @@
-"""The privacy plan: every constant of the mechanism, fixed before any private record is read.
+"""The privacy plan: all constants of sampling, clipping and noise, fixed before records are read.
 
 Rates, expected batches and noise follow from the configuration and the declared sizes of the
-clients, never from records. The oracle executes `Plan.mechanism(i)` for client i, and the ledger
-stores it.
+clients, never from records. The oracle, which computes noised gradients, executes
+`Plan.mechanism(i)` for client i, and the privacy ledger stores it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NEEDS_TARGET = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of all clients' mechanisms. Arrays hold one number per client i.
+    """The privacy constants of all clients. Arrays hold one number per client i.
 
     clip         clip norm C; with quantile clipping, the C of the first round
-    sizes        number of protected units R_i
+    sizes        number R_i of protected units (a unit is a record, or all records of a person)
     rates        sampling rate q_i
     expected     expected batch size B_i = q_i R_i, in units
     multipliers  noise multiplier σ_i of one release, as `Mechanism.noise_multiplier`
     batches      new batches in each local step, as declared by the algorithm
-    releases     releases of each batch, as declared by the algorithm
+    releases     noised gradients released for each batch, as declared by the algorithm
     unit         name of the protected unit, for messages
     clipping     the clipping rule
     """
@@ -88,17 +88,17 @@ class Plan:
         )
 
     def noise_std(self, client: int) -> float:
-        """Return the noise's standard deviation on one client's clipped sum; 0 without noise."""
+        """Return the noise's standard deviation on a client's gradient sum; 0 without noise."""
         multiplier = float(self.multipliers[client])
-        # Without noise return 0 directly: C may then be infinite, and 0 times infinity is NaN.
+        # Without noise the clip norm may be infinite, and 0 times infinity would be NaN.
         return self.clipping.sum_multiplier(multiplier) * self.clip if multiplier else 0.0
 
     def count_std(self, client: int) -> float:
-        """Return the noise's standard deviation on one client's count, for quantile clipping."""
+        """Return the standard deviation of the noise on a client's count, for quantile clipping."""
         return self.clipping.count_std(float(self.multipliers[client]))
 
     def at(self, clip: float) -> Plan:
-        """Return this plan with another clip norm C. Charges do not depend on C and stay valid."""
+        """Return this plan with another clip norm. The privacy loss does not depend on it."""
         return self if clip == self.clip else replace(self, clip=clip)
 
     def phi(self, client: int) -> float:
@@ -106,7 +106,7 @@ class Plan:
         return (self.noise_std(client) / float(self.expected[client])) ** 2
 
     def phis(self, clients: np.ndarray) -> np.ndarray:
-        """Return Φ of many clients, one number per client."""
+        """Return Φ of many clients, as `phi` does for one client: one number per client."""
         multipliers = self.multipliers[clients]
         if not multipliers.any():
             return np.zeros(len(clients))
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def equal_phi(self) -> bool:
-        """True if all clients have the same Φ."""
+        """True if all clients have the same Φ, the noise variance of their mean gradients."""
         levels = self.multipliers / self.expected
         return bool(np.all(levels == levels[0]))
 
@@ -140,15 +140,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often clients take part.
+    """The numbers that decide how often clients take part in a run.
 
     clients      number of clients N
     cohort       clients that take part in each round, S
     rounds       number of rounds T
     local_steps  local steps K of each client in each round
-    choice       "balanced": clients with the fewest requests take part; "uniform": any clients
+    choice       how a round's clients are chosen; "balanced": those that were asked least often so
+                 far; "uniform": any clients at random
     max_rounds   largest number of rounds of a client; "auto" depends on `choice`
-    max_records  most records of the cohort in a local step, for an automatic batch
+    max_records  largest number of records of all clients of a round in one local step; it limits
+                 the batch of privacy.batch = "auto"
     """
 
     clients: int
@@ -174,14 +176,17 @@ class Schedule:
 
     @property
     def participation(self) -> float:
-        """S/N. It can differ from the configured share, because S is a whole number."""
+        """Fraction of the clients that take part in each round, `cohort` / `clients`.
+
+        It can differ from the configured fraction, because `cohort` is a whole number.
+        """
         return self.cohort / self.clients
 
     @property
     def cap(self) -> int | None:
         """Largest number of rounds of a client; None if a client may take part in every round.
 
-        If each cohort is all clients, "auto" sets no cap: there is nothing to choose.
+        If all clients take part in each round, "auto" sets no cap: there is nothing to choose.
         """
         if isinstance(self.max_rounds, int):
             return min(self.max_rounds, self.rounds)
@@ -191,11 +196,15 @@ class Schedule:
 
     @property
     def most_rounds(self) -> int:
-        """Largest number of rounds of a client: the cap, or T without a cap."""
+        """Largest number of rounds of a client: the cap, or all rounds without a cap."""
         return self.rounds if self.cap is None else self.cap
 
     def rounds_for(self, step: Mechanism, view: View) -> Rounds:
-        """Return the rounds of one client from which `view_epsilon` computes a view's epsilon."""
+        """Return the rounds of one client from which `view_epsilon` computes an observer's epsilon.
+
+        step  mechanism of one local step
+        view  the observer
+        """
         rounds = Rounds(step, self.local_steps, self.rounds, self.participation)
         return capped(view, rounds, self.cap)
 
@@ -208,11 +217,11 @@ def make_plan(
     releases: int,
     unit: str | None = None,
 ) -> Plan:
-    """Return the plan for this configuration, without reading any record.
+    """Return the privacy plan for this configuration, without reading any record.
 
     sizes     declared number of protected units of each client
     batches   new batches in each local step
-    releases  releases of each batch
+    releases  noised gradients released for each batch
     unit      name of the protected unit; None means "record"
     """
     _check_numbers(privacy)
@@ -285,7 +294,10 @@ def _sigma_per_client(privacy: PrivacySection, plan: Plan, schedule: Schedule) -
 
 
 def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -> float:
-    """Return the smallest noise multiplier with which `worst` stays within the target epsilon."""
+    """Return the smallest noise multiplier that stays within the target epsilon.
+
+    worst  mechanism with the largest privacy loss of all clients that share this multiplier
+    """
     if privacy.target_epsilon is None:
         raise ValueError("calibration needs a target")
     rounds = schedule.rounds_for(worst, privacy.view)
@@ -295,7 +307,7 @@ def _calibrated(privacy: PrivacySection, worst: Mechanism, schedule: Schedule) -
 def _automatic_batch(
     privacy: PrivacySection, sizes: np.ndarray, schedule: Schedule, step: Mechanism
 ) -> int:
-    """Return the batch for privacy.batch = "auto", from public numbers only."""
+    """Return the batch size for privacy.batch = "auto", from public numbers only."""
     target = privacy.target_epsilon
     if target is None:
         raise DpfedError(NEEDS_TARGET)
@@ -309,7 +321,7 @@ def _automatic_batch(
 
 
 def _check_numbers(privacy: PrivacySection) -> None:
-    """Raise DpfedError if delta, C or sigma is out of range, or if batch settings contradict."""
+    """Raise DpfedError if a privacy setting is out of range, or if batch settings contradict."""
     check_delta(privacy.delta)
     if privacy.batch_per_client and privacy.batch is None:
         raise DpfedError(

@@ -18,12 +18,15 @@ from typing import TypeGuard
 
 # Number of significant digits of an epsilon in a plot.
 PLOTTED_DIGITS = 5
-# Every float has fewer than 1,200 decimal digits in all, so this context never rounds.
+# Decimal context that never rounds: every float has fewer than 1,200 decimal digits in all.
 _EXACT = decimal.Context(prec=1200)
 
 
 def show_loss(value: float | None, places: int = 3) -> str:
-    """Return an epsilon, a Gaussian-DP mu or an advantage with `places` decimals, rounded up."""
+    """Return a privacy loss with `places` decimals, rounded up.
+
+    The loss is an epsilon, the mu of Gaussian DP, or the advantage of an attacker.
+    """
     return _fixed(value, places, ROUND_CEILING)
 
 
@@ -43,7 +46,7 @@ def show_sigma(value: float | None, digits: int = 4) -> str:
 
 
 def show_lower_bound(value: float | None, places: int = 3) -> str:
-    """Return an audit's lower bound, or a budget that is left, rounded down."""
+    """Return an audit's lower bound on epsilon, or an unspent privacy budget, rounded down."""
     return _fixed(value, places, ROUND_FLOOR)
 
 
@@ -56,17 +59,17 @@ def show_score(value: float | None, places: int = 3) -> str:
 
 
 def show_perplexity(value: float | None) -> str:
-    """Return a perplexity with at most four digits, rounded to nearest."""
+    """Return a perplexity with at most four significant digits, rounded to nearest."""
     return show_number(value)
 
 
 def show_number(value: float | None) -> str:
-    """Return a number in the user's unit with at most four digits, rounded to nearest."""
+    """Return a number with at most four significant digits, rounded to nearest."""
     return f"{value:.4g}" if _is_finite(value) else _no_number(value)
 
 
 def show_percent(value: float | None, places: int = 1, sign: bool = False) -> str:
-    """Return a share (0.25 for 25 %) as a percentage with `places` decimals, rounded to nearest.
+    """Return a fraction (0.25 for 25 %) as a percentage, rounded to nearest.
 
     With `sign`, a plus sign precedes numbers that are not negative.
     """
@@ -81,7 +84,7 @@ def show_percent_loss(value: float | None, places: int = 1) -> str:
 
 
 def show_setting(value: float) -> str:
-    """Return a setting without rounding: 8.0 gives "8", and 1e-05 gives "1e-05"."""
+    """Return the value of a setting without rounding: 8.0 gives "8", and 1e-05 gives "1e-05"."""
     text = repr(float(value))
     return text.removesuffix(".0")
 

@@ -1,6 +1,7 @@
 """Compute the gradient of each record of a drawn batch.
 
 A key is a 64-bit seed: it decides the dropout mask or the augmentation of one record in one step.
+In shapes, M is the number of records, S the number of clients and P the number of parameters.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ STEP = 0x2545F4914F6CDD1D
 
 
 class Tensors(Protocol):
-    """Shapes of the trainable tensors, in the order in which they form the flat vector `[P]`."""
+    """Shapes of the trainable tensors, in the order in which they form the flat vector of length P.
+
+    P is the number of all trainable numbers.
+    """
 
     @property
     def shapes(self) -> Sequence[torch.Size]: ...
 
 
 class Gradients(Protocol):
-    """Computes per-record gradients: `[M, n]` for each trainable tensor of n numbers."""
+    """Computes the gradients of M records: `[M, n]` for each trainable tensor of n numbers."""
 
     @property
     def space(self) -> Tensors: ...
@@ -56,15 +60,17 @@ class Gradients(Protocol):
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the gradients of `grads`, but the columns of a tensor may be in another order.
+        """Return the gradients of `grads`, but the numbers of each tensor may be in another order.
 
-        `ordered` restores the order after summation.
+        This saves a copy. After the gradients are summed, `ordered` restores the order.
         """
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Return sums of `raw_grads`, `[S, P]`, with the columns in the order of `grads`.
+        """Return sums of gradients from `raw_grads` with their numbers in the order of `grads`.
 
         This method may overwrite `raw`.
+
+        raw  `[S, P]` sums of P numbers for S clients
         """
 
 
@@ -73,7 +79,8 @@ class Augmentations:
     """Augmentation multiplicity: average each record's gradient over `count` random augmentations.
 
     The mean gradient of a record is clipped as one gradient (De et al. 2022). One record therefore
-    still contributes at most C, and augmentations do not change the noise or the accounting.
+    still contributes at most the clip norm C, and augmentations do not change the noise or the
+    privacy accounting.
     """
 
     augment: Augment
@@ -86,7 +93,7 @@ def each_augmentation(of_records: Tensor, count: int) -> Tensor:
 
 
 def augmentation_keys(keys: Tensor, count: int) -> Tensor:
-    """Return a key for each augmentation: `[M]` -> `[M*count]`.
+    """Return a key (seed) for each of `count` augmentations of each record: `[M]` -> `[M*count]`.
 
     The first augmentation of a record has the record's own key.
     """
@@ -94,7 +101,7 @@ def augmentation_keys(keys: Tensor, count: int) -> Tensor:
 
 
 def mean_over_augmentations(grads: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Average over the augmentations of each record: `[M*count, n]` -> `[M, n]` in float32.
+    """Average the gradients of each record's augmentations: `[M*count, n]` -> `[M, n]` in float32.
 
     If the gradient of one augmentation is not finite, the mean of its record is not finite.
     """
@@ -156,13 +163,16 @@ class AugmentedRecords:
         dropout: Tensor,
         augment: Tensor,
     ) -> list[Tensor]:
-        """Compute one pass: return each record's mean gradient `[M, n]` over its augmentations.
+        """Return the gradient of each of M records, averaged over its augmentations, `[M, n]`.
 
-        compute           the method `grads` or `raw_grads` of the model
-        client            `[M]` the row of theta at which each gradient is computed
-        row               `[M]` indices of the records
-        dropout           `[M]` key of each record's dropout mask
-        augment           `[M]` key of each record's augmentation
+        One forward and backward computation of all records gives the gradients.
+
+        compute  the method `grads` or `raw_grads` of the model
+        theta    `[S, P]` one parameter vector per client
+        client   `[M]` the row of theta at which each gradient is computed
+        row      `[M]` indices of the records
+        dropout  `[M]` key of each record's dropout mask
+        augment  `[M]` key of each record's augmentation
         """
         count = self.count
         inputs, labels = self.records.take(each_augmentation(row, count))
@@ -194,22 +204,23 @@ class RecordGradients:
             self.augment_seeds = seeds("augment")
 
     def of_records(self, theta: Tensor, batch: DrawnBatch) -> list[Tensor]:
-        """Compute one pass: return the gradient `[M, n]` of each record of the batch."""
+        """Return the gradient of each of the M records of a batch: `[M, n]` for each tensor."""
         return self.of_columns(theta, self.columns(batch))
 
     def of_columns(self, theta: Tensor, columns: Mapping[str, np.ndarray]) -> list[Tensor]:
-        """Compute one pass: return the gradient `[M, n]` of each record.
+        """Return the gradient of each of the M records that the columns describe, `[M, n]`.
 
-        columns  arrays `[M]` that describe the records of the pass, as `columns` returns them
+        columns  arrays `[M]` by name, as the method `columns` returns them
         """
         on_device = {name: torch.from_numpy(x).to(theta.device) for name, x in columns.items()}
         compute = self._records.model.grads
         return self._records.mean_gradients(compute, theta, **on_device)
 
     def columns(self, batch: DrawnBatch) -> dict[str, np.ndarray]:
-        """Return four arrays `[M]` that describe the batch's records.
+        """Return four arrays with one entry for each of the M records of a batch.
 
-        They are the record's index, its client's row, its dropout key and its augmentation key.
+        The entries of a record are its index, its client's row of theta, its dropout key and its
+        augmentation key.
         """
         return {
             "row": batch.row,

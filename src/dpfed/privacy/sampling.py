@@ -15,10 +15,13 @@ Positions = np.ndarray
 
 
 class RecordsOfUnits(Protocol):
-    """Finds the records of a client's protected units (implemented in data/partition.py)."""
+    """Finds the records of a client's protected units (implemented in data/partition.py).
+
+    A protected unit is one record, or all records of one person.
+    """
 
     def slots(self, client: int, positions: Positions) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices of the records of some units, and the number of records per unit.
+        """Return the indices of the records of these units, and the number of records per unit.
 
         client     number of the client that has the units
         positions  numbers of the units among the client's units, counted from 0
@@ -29,12 +32,16 @@ class RecordsOfUnits(Protocol):
 class DrawnBatch:
     """The batches that S clients draw in one step: M records of U protected units.
 
+    Theta `[S, P]` has the P parameters of each client. A pass is one forward and backward
+    computation of many records.
+
     row     `[M]` index of the record in the tensors that hold all records
     client  `[M]` row of theta `[S, P]` that belongs to the record's client
     unit    `[M]` number of the record's protected unit, 0 to U-1, ascending
     owner   `[U]` row of theta that belongs to the client of each unit
     key     `[M]` seed of the record's dropout mask and augmentation in this step
-    place   `[U]` place of each unit in a pass, for exact isolation (privacy/isolation/turns.py)
+    place   `[U]` position of each unit within a pass, drawn at random; used for exact isolation
+            (privacy/isolation/turns.py)
     """
 
     row: np.ndarray
@@ -45,9 +52,9 @@ class DrawnBatch:
     place: np.ndarray
 
     def chunks(self, limit: int) -> list[DrawnBatch]:
-        """Split the batch into batches of at most `limit` records, without splitting a unit.
+        """Split the batch into parts of at most `limit` records, without splitting a unit.
 
-        A unit with more than `limit` records becomes a separate batch.
+        A unit with more than `limit` records becomes a separate part.
         """
         pieces: list[DrawnBatch] = []
         counts = np.bincount(self.unit, minlength=len(self.owner))
@@ -85,7 +92,7 @@ def fixed_size(rate: float, units: int) -> int:
 
 
 def batches(plan: Plan, client: int, rng: np.random.Generator) -> Iterator[Positions]:
-    """Yield the unit positions of one new batch after another, without end."""
+    """Yield new batches of a client without end, each as positions among the client's units."""
     units = int(plan.sizes[client])
     mechanism = plan.mechanism(client)
     while True:
@@ -101,9 +108,10 @@ def joined_batch(
 ) -> DrawnBatch:
     """Join the batches of all clients into one `DrawnBatch`.
 
-    positions  for each client the positions of the units that it drew
-    places     for each client the places of these units
-    step       number of this batch in the round; it enters the keys
+    positions  for each client the positions of the units that it drew, among the client's units
+    places     for each client the positions of these units in the computation of many records, for
+               exact isolation
+    step       number of this batch in the round; the keys of dropout and augmentation depend on it
     """
     found = [units.slots(client, p) for client, p in zip(clients, positions, strict=True)]
     counts = np.concatenate([count for _, count in found])
@@ -122,11 +130,12 @@ def joined_batch(
 
 
 def _keys(positions: Positions, counts: np.ndarray, step: int) -> np.ndarray:
-    """Return a key `[M]` for each record, computed from its position at its client and the step.
+    """Return a key `[M]`, a seed of dropout and augmentation, for each record of a batch.
 
-    Keys do not depend on other clients. They do depend on positions, and removing a unit shifts the
-    positions of all later units. `RecordGradients` therefore combines each key with a secret seed,
-    so that dropout and augmentations do not reveal positions.
+    A key is computed from the position of the record at its client and from the step. Keys do not
+    depend on other clients. Removing a unit shifts the positions of all later units.
+    `RecordGradients` therefore combines each key with a secret seed, so that dropout and
+    augmentations do not reveal positions.
     """
     unit = np.repeat(positions, counts).astype(np.uint64)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""Find the smallest noise multiplier sigma that keeps a plan within a target epsilon.
+"""Find the smallest noise multiplier sigma that keeps a training plan within a target epsilon.
 
 The function that computes the reported epsilon also checks the returned sigma. A reported epsilon
 therefore never exceeds the target.
@@ -29,23 +29,24 @@ from dpfed.privacy.published import show_loss, show_setting
 
 RELATIVE_TOLERANCE = 1e-3
 LARGEST_SIGMA = 1e4
-# A smaller sigma is not searched, because its epsilon would be meaninglessly large.
+# Smallest sigma of the search. A smaller sigma would have a meaninglessly large epsilon.
 _SMALLEST_SIGMA = 1e-2
 _COARSE_TOLERANCE = 1e-5
 # The search computes its first exact epsilon at the estimated sigma times 1 + _SAFE. With this
-# margin, the first sigma usually meets the target.
+# margin, the first epsilon is usually within the target.
 _SAFE = 2e-4
 
 
 def calibrate_sigma(
     plan: Rounds, target_epsilon: float, delta: float, view: View = "server_worst"
 ) -> float:
-    """Return the smallest sigma >= 0.01 whose epsilon does not exceed the target.
+    """Return the smallest noise multiplier sigma >= 0.01 whose epsilon does not exceed the target.
 
     The relative precision is 1e-3. Raise DpfedError if no sigma is large enough.
 
-    plan  rounds and mechanism, with participation S/N as `probability`; its noise is ignored
-    view  the observer whose epsilon is meant, as in `view_epsilon`
+    plan  rounds and mechanism; `probability` is the probability that a client takes part in a
+          round, and the noise of the mechanism is ignored
+    view  the observer for whom the epsilon holds, as in `view_epsilon`
     """
     exact, coarse = _epsilons_of(plan, target_epsilon, delta, view)
     return smallest_sigma(exact, target_epsilon, coarse)
@@ -54,9 +55,9 @@ def calibrate_sigma(
 def estimate_sigma(
     plan: Rounds, target_epsilon: float, delta: float, view: View = "server_worst"
 ) -> float:
-    """Return an estimate of `calibrate_sigma`, for tables of many plans.
+    """Return a quick estimate of the sigma of `calibrate_sigma`, for tables of many plans.
 
-    The estimate is usually a little too large. It is not checked, so no run may use it.
+    The estimate is usually a little too large. Its epsilon is not checked, so no run may use it.
     """
     _, coarse = _epsilons_of(plan, target_epsilon, delta, view)
     return _crossing(coarse, target_epsilon, (1.0, 2.0), RELATIVE_TOLERANCE)
@@ -65,7 +66,7 @@ def estimate_sigma(
 def _epsilons_of(
     plan: Rounds, target_epsilon: float, delta: float, view: View
 ) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    """Return two functions from sigma to epsilon: the exact epsilon, and a quick estimate of it."""
+    """Return two functions of a noise multiplier: its exact epsilon, and a quick estimate of it."""
     check_delta(delta)
     _check_target(target_epsilon)
     if view not in VIEWS:
@@ -97,11 +98,11 @@ def _check_target(target_epsilon: float) -> None:
 
 
 def _coarse_epsilon(plan: Rounds, target: float, delta: float) -> float:
-    """Return a quick estimate of epsilon, a little too large, that only guides the search.
+    """Return a quick estimate of epsilon, a little too large, that guides the search for sigma.
 
     The privacy losses are rounded to a coarser grid than for the reported epsilon. If epsilon is
-    far above the target, the Renyi DP estimate is returned instead. A grid that suits the target
-    would be far too fine for such an epsilon.
+    far above the target, the estimate of Renyi DP is returned instead. A loss grid that is fine
+    enough for the target would be too large for such an epsilon.
     """
     terms = canonical([plan.term])
     rough = rough_epsilon(terms, delta)
@@ -119,8 +120,8 @@ def smallest_sigma(
 ) -> float:
     """Return the smallest sigma with exact(sigma) <= target, to a relative precision of 1e-3.
 
-    exact   sigma -> epsilon, decreasing
-    coarse  sigma -> a cheap estimate of epsilon, which only decides where `exact` is computed
+    exact   function from sigma to epsilon, decreasing
+    coarse  quick estimate of `exact`, which only decides at which sigmas `exact` is computed
     """
     _check_target(target)
     computed: dict[float, float] = {}
@@ -130,12 +131,12 @@ def smallest_sigma(
         return computed[sigma]
 
     guess = _crossing(coarse, target, (1.0, 2.0), _COARSE_TOLERANCE)
-    # With a good guess, two exact epsilons suffice: a sigma just above the guess meets the target,
-    # and a sigma just below the guess misses the target.
+    # With a good guess, the search ends after two exact epsilons: the sigma just above the guess
+    # has an epsilon within the target, and the sigma just below has not.
     start = (guess * (1 + _SAFE), 1 + 0.9 * RELATIVE_TOLERANCE)
     _crossing(recorded, target, start, RELATIVE_TOLERANCE)
-    # The root search may end with a sigma that misses the target, so choose among those sigmas
-    # whose exact epsilon was computed.
+    # The search may end at a sigma whose epsilon is above the target. Choose instead among all
+    # sigmas whose exact epsilon was computed.
     enough = [sigma for sigma, epsilon in computed.items() if epsilon <= target]
     if not enough:
         raise DpfedError(_impossible(target, computed[max(computed)]))
@@ -148,11 +149,11 @@ def _crossing(
     start: tuple[float, float],
     tolerance: float,
 ) -> float:
-    """Return the sigma at which epsilon crosses the target, to a relative `tolerance`.
+    """Return the noise multiplier sigma at which epsilon equals the target, up to `tolerance`.
 
-    If epsilon does not cross the target, return the smallest or largest sigma that is allowed.
+    If there is no such sigma, return the smallest or largest sigma that is allowed.
 
-    epsilon_at  sigma -> epsilon, decreasing
+    epsilon_at  function from sigma to epsilon, decreasing
     start       (first sigma, factor): the search multiplies or divides sigma by growing powers
                 of the factor until epsilon has crossed the target
     """

@@ -1,4 +1,8 @@
-"""The probability that a client is drawn for a cohort when spent budgets exclude other clients."""
+"""The probability that a client is drawn for a round when spent budgets exclude other clients.
+
+The cohort is the set of clients that take part in one round. A client whose privacy budget is spent
+is no longer eligible for cohorts.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ def fewest_eligible(
 ) -> list[tuple[int, int]]:
     """Return pairs (fewest clients that can be eligible, number of consecutive rounds).
 
-    A client whose budget is spent is no longer eligible, so the others are drawn more often. The
-    true number of eligible clients depends on who took part, which is secret. The privacy statement
-    therefore uses the smallest possible number.
+    A client whose privacy budget is spent is no longer eligible, so the others are drawn more
+    often. The true number of eligible clients depends on who took part, which is secret. The
+    privacy guarantee of a run therefore assumes the smallest possible number.
 
     limits  the number of rounds that each client's budget allows; None without budgets
 
-    Before round t, the cohorts had S(t-1) places in t-1 rounds. The number of spent budgets is
-    largest if the clients with the smallest limits took these places. A limit of L rounds cannot
-    be spent in fewer than L rounds.
+    In the first t-1 rounds, cohorts of S clients had S(t-1) members in total. The number of spent
+    budgets is largest if these members were the clients with the smallest limits. A limit of L
+    rounds cannot be spent in fewer than L rounds.
     """
     if limits is None:
         return [(clients, rounds)]
@@ -46,8 +50,9 @@ def fewest_eligible(
 def chances(cohort: int, eligible: Sequence[tuple[int, int]], colluding: int = 0) -> Chances:
     """Return pairs (probability that a client is drawn in a round, number of such rounds).
 
+    cohort     number of clients that are drawn in each round
     eligible   pairs (eligible clients, number of rounds), as `fewest_eligible` returns them
-    colluding  clients that tell the third party when they were not drawn
+    colluding  number of clients that tell an outside observer when they were not drawn
     """
     return tuple(
         (1.0 if n <= cohort else participation_probability(cohort, n, min(colluding, n - 1)), count)

@@ -1,8 +1,8 @@
-"""The privacy statement of a plan: the epsilon of each observer, and what the epsilons assume.
+"""The privacy guarantee of a plan: the epsilon of each observer, and what the epsilons assume.
 
-The statement is fixed before anything is released, so it does not depend on who takes part. It
-covers every mechanism that a client may run. For each round it assumes that the cohort is drawn
-from as few clients as client budgets can leave.
+The guarantee is fixed before anything is released, so it does not depend on who takes part. It
+covers every mechanism that a client may run. A client whose privacy budget is spent leaves. For
+each round, the guarantee assumes the smallest number of clients that can be left to draw from.
 
 The observers are the server and a third party, who sees only the global models. The third party's
 epsilon holds only while nobody outside knows who took part, so never publish it together with
@@ -48,17 +48,17 @@ CAPPED = "the number of a client's rounds is capped and public, so it equals the
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-# If a plan has more distinct mechanisms than this, one mechanism replaces them to save time. Its
-# privacy loss is at least as large as the loss of each.
+# If a plan has more distinct mechanisms than this, epsilon is computed for one mechanism in their
+# place, to save time. Its privacy loss is at least as large as the loss of each.
 MAX_EXACT_KINDS = 8
 
 
 def delta_warning(
     delta: float, largest: int, unit: str = "record", section: str = "privacy"
 ) -> str | None:
-    """Return a warning if delta is at least 1 / (10 R), else None.
+    """Return a warning if delta is at least 1 / (10 R), where R is `largest`; else None.
 
-    largest  R, the number of protected units of the largest client
+    largest  number of protected units (records, or persons) of the largest client
     unit     name of the protected unit
     section  configuration section that contains delta
     """
@@ -92,7 +92,10 @@ def refuse_large_delta(
 ) -> None:
     """Raise DpfedError if delta is at least 1 / `largest` and the user has not allowed this.
 
+    largest  number of protected units (records, or persons) of the largest client
+    unit     name of the protected unit
     allowed  value of `allow_large_delta` in this section of the configuration
+    section  configuration section that contains delta
     """
     if is_large_delta(delta, largest) and not allowed:
         why = delta_warning(delta, largest, unit, section)
@@ -107,8 +110,9 @@ Prior = tuple[tuple[Mechanism, int], ...]
 class PriorSpending:
     """Privacy spent earlier on the weights or the adapter from which a run starts.
 
-    prior      the earlier releases; they are added to the history of every client
-    uncounted  True if records of these clients may have been used at a cost that nobody recorded
+    prior      the mechanisms that produced these weights; they count for every client
+    uncounted  True if records of these clients may have been used at a privacy cost that nobody
+               recorded
     notes      sentences for the user
     """
 
@@ -122,15 +126,15 @@ NO_PRIOR_SPENDING = PriorSpending()
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan as the accountant sees it: T rounds of K local steps.
+    """All numbers of a plan that decide its epsilons: mechanisms, rounds and participation.
 
     kinds             the distinct mechanisms of the clients
-    local_steps       K
-    participation     share of the clients in each round, S/N
+    local_steps       local steps of a client in each round
+    participation     fraction of the clients that take part in each round
     chances           probability of being drawn in each round, for the third party's epsilon
     delta             delta of the guarantee
     unit              name of the protected unit
-    prior, uncounted  as in `PriorSpending`
+    prior, uncounted  privacy that was spent before the run, as in `PriorSpending`
     largest           protected units of the largest client; None if unknown
     cap               largest number of rounds of a client; None for every round
     """
@@ -148,7 +152,7 @@ class Planned:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences that say why the guarantee of this plan is weak; empty if it is not."""
+        """Warnings that the guarantee of this plan is weak; empty if it is not."""
         found = None if self.largest is None else delta_warning(self.delta, self.largest, self.unit)
         return [found] if found else []
 
@@ -167,19 +171,19 @@ class Planned:
 
     @property
     def worst_client(self) -> str:
-        """Text that describes the client whose epsilon is `server_worst`."""
+        """Text that describes the client with the largest epsilon, `server_worst`."""
         if self.cap is None:
             return "a client in every round"
         return f"a client in {self.cap} of {self.rounds} rounds, its cap"
 
     @property
     def third_party_void(self) -> str | None:
-        """Reason why the third party's epsilon equals the server's; None if it may be smaller."""
+        """Reason why the third party's epsilon is not below the server's; None if it can be."""
         return None if self.cap is None else CAPPED
 
     @cached_property
     def worst_kind(self) -> Mechanism:
-        """The mechanism with the largest epsilon.
+        """The mechanism with the largest epsilon of all clients' mechanisms.
 
         For a plan of more than MAX_EXACT_KINDS mechanisms, this is a mechanism built from the
         highest rate and the least noise. Its epsilon is at least as large as the epsilon of each
@@ -192,7 +196,7 @@ class Planned:
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history that bounds every client: at every delta, its epsilon is at least the client's.
+        """A history (mechanisms and steps) whose epsilon bounds every client's, at every delta.
 
         `worst_kind` is not enough. It has the largest epsilon at the plan's delta, but a different
         mechanism may have the largest epsilon at another delta.
@@ -201,7 +205,7 @@ class Planned:
 
     @property
     def histories(self) -> list[list[tuple[Mechanism, int]]]:
-        """Histories of clients with the most rounds, one history for each mechanism."""
+        """Histories (mechanisms and steps) of clients with the most rounds, one per mechanism."""
         return self._histories_after(self.most_rounds)
 
     def _histories_after(self, rounds: int) -> list[list[tuple[Mechanism, int]]]:
@@ -235,10 +239,7 @@ class Planned:
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
-        """Return the epsilon against the server of clients that took part in `rounds` rounds.
-
-        If clients have different mechanisms, it is the largest epsilon.
-        """
+        """Return the largest epsilon against the server of clients with this number of rounds."""
         if self.prior:
             return max(epsilon(h, self.delta) for h in self._histories_after(rounds))
         if self.kinds[0].sampling == "poisson":
@@ -249,15 +250,18 @@ class Planned:
         )
 
     def server_after(self, rounds: int) -> float:
-        """Return the largest epsilon of a client against the server after `rounds` rounds.
+        """Return the largest epsilon of a client against the server after `rounds` rounds of a run.
 
-        The client took part in as many of these rounds as its cap allows.
+        The client took part in as many of these rounds as the cap on its rounds allows.
         """
         return self.server(self.rounds_of_client(rounds))
 
     @cached_property
     def third_party(self) -> float:
-        """The third party's epsilon after all rounds; it is at most the server's epsilon."""
+        """Epsilon against a third party, who sees only the global models, after all rounds.
+
+        It is at most the epsilon against the server.
+        """
         return self.third_party_after(self.rounds)
 
     def third_party_after(self, rounds: int) -> float:
@@ -286,7 +290,7 @@ class Planned:
         return assumptions(self.kinds, self.delta, self.unit, *past, cap=self.cap)
 
     def meaning(self) -> dict[str, float]:
-        """Return numbers that explain epsilon, by name.
+        """Return, by name, numbers that explain the meaning of epsilon.
 
         membership_advantage  largest advantage of a membership test of one record
         replace_one           epsilon if one record is replaced, for Poisson sampling only
@@ -299,7 +303,7 @@ class Planned:
         return figures
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-        """Return for each given epsilon the pair (epsilon, delta) that holds for every client."""
+        """Return for each given epsilon a pair (epsilon, delta) that holds for every client."""
         return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
@@ -352,9 +356,10 @@ def _span(values: Sequence[float], show: Callable[[float], str]) -> str:
 
 
 def asymptotic(planned: Planned, clients: int | None) -> dict[str, float]:
-    """Return the epsilons of formulas (13) and (14) of the DP-FedAdamW paper, with constant 1.
+    """Return the asymptotic epsilons of the DP-FedAdamW paper, formulas (13) and (14).
 
-    They are for comparison only and guarantee nothing. Formula (14) needs the number of clients.
+    The formulas have an unknown constant, which is set to 1. The results are for comparison only
+    and guarantee nothing. Formula (14) needs the number of clients.
     """
     kind = planned.worst_kind
     steps = planned.most_rounds * planned.local_steps

@@ -16,8 +16,8 @@ History = Sequence[tuple[Mechanism, int]]
 
 Floats = npt.NDArray[np.float64]
 
-# Smaller deltas are refused, because rounding errors of the Fourier transforms would be too large
-# in relation to delta.
+# Refuse smaller deltas: epsilon is computed with Fourier transforms, and their rounding errors
+# would be too large in relation to delta.
 SMALLEST_DELTA = 1e-10
 
 
@@ -33,7 +33,7 @@ def check_delta(delta: float) -> None:
 
 
 def released(history: History) -> list[tuple[Mechanism, int]]:
-    """Return the entries (mechanism, number of steps) that have at least one step.
+    """Return the entries (mechanism, number of steps) of a history that have at least one step.
 
     Raise DpfedError if the entries mix Poisson and fixed-size sampling. The epsilons of the two
     samplings assume different neighbouring data sets, so no single epsilon covers both.

@@ -24,17 +24,17 @@ from dpfed.privacy.mechanism import Mechanism
 
 Relation = Literal["add/remove one", "replace one"]
 
-# The rarest noise of one step, with probability e^_LOG_TAIL in all, counts as an infinite loss.
+# The rarest noise of one step, with total probability e^_LOG_TAIL, counts as an infinite loss.
 _LOG_TAIL = -50.0
 # Above this epsilon the grid width grows with epsilon, so that the memory needed stays bounded.
 _COARSEST_EPSILON = 200.0
 
 
 class Term(NamedTuple):
-    """Rounds of Poisson-subsampled Gaussian steps.
+    """Several rounds of Poisson-subsampled Gaussian steps, one term of a composition.
 
-    The accounting lets the adversary learn in which rounds the client takes part. Only delta is
-    averaged over this random choice.
+    The client takes part in each round with the same probability. The adversary may learn in which
+    rounds: delta is the average over this random choice.
 
     rate         sampling rate
     multiplier   effective noise multiplier
@@ -58,7 +58,10 @@ class Term(NamedTuple):
 
 
 def terms_of(history: History) -> tuple[Term, ...]:
-    """Return the history as terms in the unique form of `canonical`; refuse fixed-size sampling."""
+    """Return a history as terms (rounds of equal steps), in the unique form of `canonical`.
+
+    Raise DpfedError for fixed-size sampling, which has no privacy-loss distribution here.
+    """
     entries = released(history)
     if any(mechanism.sampling != "poisson" for mechanism, _ in entries):
         raise DpfedError(
@@ -69,7 +72,9 @@ def terms_of(history: History) -> tuple[Term, ...]:
 
 
 def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """Return equivalent terms in a unique form, so that equal histories have one cache entry.
+    """Return equivalent terms (rounds of equal steps) in a unique form.
+
+    Equal histories then have one cache entry.
 
     Terms that differ only in their number of rounds are joined, and terms without steps are
     dropped. Rounds with probability 1 are joined to one round of all their steps.
@@ -94,8 +99,8 @@ def canonical(terms: Iterable[Term]) -> tuple[Term, ...]:
 def _gaussian_residual(epsilons: Floats, multiplier: float) -> Floats:
     """Return delta(epsilon) - max(0, 1 - e^epsilon) of the Gaussian mechanism at each epsilon.
 
-    delta(epsilon) is the hockey-stick divergence of N(1, s^2) from N(0, s^2), by Balle and Wang
-    2018, Theorem 8. The noise multiplier is s.
+    delta(epsilon) is the hockey-stick divergence of N(1, s^2) from N(0, s^2), where s is the noise
+    multiplier. The formula is Theorem 8 of Balle and Wang 2018.
     """
     at = np.abs(epsilons)
     half = 0.5 / multiplier
@@ -112,8 +117,9 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
     epsilon below log(1-q). Subtracting max(0, 1 - e^epsilon), the larger part of delta, keeps full
     relative precision on fine grids.
 
-    losses  the epsilons at which delta is needed
-    rate    sampling rate q
+    losses      the epsilons at which delta is needed
+    rate        sampling rate q
+    multiplier  noise multiplier s
     """
     with np.errstate(over="ignore"):
         inner = np.expm1(losses) / rate
@@ -130,12 +136,12 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
 
 
 def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
-    """Return a discrete loss distribution that has these residuals at the grid points.
+    """Return a discrete privacy-loss distribution by the connect-the-dots method.
 
-    Between grid points its delta is never too small. The masses are second differences of
-    delta(epsilon): Algorithm 1 of Doroshenko et al. 2022. Here the algorithm gets the residual
-    delta(epsilon) - max(0, 1 - e^epsilon). Adding a mass of 1 at loss 0 restores the subtracted
-    term.
+    It has the given residuals at the grid points, and between them its delta is never too small.
+    The masses are second differences of delta(epsilon): Algorithm 1 of Doroshenko et al. 2022.
+    Here the algorithm gets the residual delta(epsilon) - max(0, 1 - e^epsilon). Adding a mass of 1
+    at loss 0 restores the subtracted term.
 
     residual  residuals at the losses lower * interval, (lower + 1) * interval, ...
     """
@@ -149,7 +155,10 @@ def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
 
 
 def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float, float]:
-    """Return the smallest and largest loss of a step, ignoring noise of probability e^log_tail."""
+    """Return the smallest and the largest privacy loss of one step.
+
+    The rarest noise, with probability e^log_tail, is ignored.
+    """
     reach = (0.5 - multiplier * special.ndtri_exp(log_tail - math.log(2))) / multiplier**2
     stay = math.log1p(-rate) if rate < 1 else -math.inf
     least = np.logaddexp(stay, math.log(rate) - reach)
@@ -162,7 +171,7 @@ def _one_step(rate: float, multiplier: float, interval: float, log_tail: float) 
 
     The result agrees with dp_accounting's `from_gaussian_mechanism`, which is not used here for two
     reasons. It computes one grid point at a time, which is too slow for fine grids. It also loses
-    digits if a record is added.
+    precision for neighbours with one more record.
     """
     least, most = _loss_range(rate, multiplier, log_tail)
     lower = math.floor(least / interval)
@@ -196,11 +205,12 @@ def compose(
     relation: Relation = "add/remove one",
     log_tail: float = _LOG_TAIL,
 ) -> Any:
-    """Return the privacy-loss distribution of all `terms` composed.
+    """Return the privacy-loss distribution of all steps in `terms`, composed.
 
     A round in which the client takes part with probability p has a mixture distribution: no loss
     with probability 1-p, and the loss of its steps with probability p. T such rounds of K steps
-    have delta = sum_n Bin(n; T, p) delta_{nK}, because delta is linear in the distribution.
+    have delta = sum_n Bin(n; T, p) delta_{nK}, because delta is linear in the distribution. Here
+    delta_{nK} is the delta of nK steps.
 
     interval  grid width of the losses
     relation  how neighbouring data sets differ
@@ -221,7 +231,7 @@ def compose(
 
 
 def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
-    """Return the grid width h that is fine enough to compute this epsilon of these terms.
+    """Return the width h of a grid of losses that is fine enough to compute this epsilon.
 
     - h is the smallest of 1e-4, epsilon/2000 and a fifth of `loss_spread`.
     - To limit memory, h is at least 1e-6 and at least 1/500,000 of the largest loss of a step. To
@@ -230,6 +240,8 @@ def interval_for(epsilon: float, terms: tuple[Term, ...] = ()) -> float:
 
     Moving the losses of one step to the grid adds a variance of h^2/6. If h is a fifth of the loss
     spread, this is 0.7 % of the variance of the losses.
+
+    terms  the steps whose losses are put on the grid
     """
     finest = max(
         [1e-6, *(_loss_range(term.rate, term.multiplier, _LOG_TAIL)[1] / 5e5 for term in terms)]
@@ -255,8 +267,8 @@ def loss_spread(terms: tuple[Term, ...]) -> float:
 def rounding(steps: int) -> float:
     """Return an upper bound on the error in delta after composing `steps` steps.
 
-    The error comes from rounding in Fourier transforms. The bound is ten times the largest error
-    that was measured against exact formulas.
+    The error comes from floating-point rounding in Fourier transforms. The bound is ten times the
+    largest error that was measured against exact formulas.
     """
     return 1e-13 + 1e-16 * steps
 

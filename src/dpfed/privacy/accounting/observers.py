@@ -32,7 +32,7 @@ VIEWS = get_args(View)
 class Rounds:
     """Rounds in which a client takes part with the same probability.
 
-    A history in which S/N changes is a sequence of such objects.
+    If the probability changes during a run, the run is described by a sequence of such objects.
 
     step         mechanism of one local step
     local_steps  local steps of the client in a round
@@ -62,10 +62,11 @@ class Rounds:
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
-    """Return S/(N-c), the probability that a client is drawn, as the third party knows it.
+    """Return the probability that a client takes part in a round, as the third party knows it.
 
-    The c colluding clients tell the third party in which rounds none of them was drawn. In such a
-    round, the S clients were drawn from only N-c clients.
+    It is S/(N-c) for a cohort of S clients, N clients in all and c colluding clients. They tell the
+    third party in which rounds none of them was drawn. In such a round, the S clients were drawn
+    from only N-c clients.
     """
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")
@@ -75,7 +76,7 @@ def participation_probability(cohort: int, clients: int, colluding: int = 0) -> 
 
 
 def server_epsilon(step: Mechanism, local_steps: int, rounds: int, delta: float) -> float:
-    """Return the server's epsilon for a client that took part in `rounds` rounds."""
+    """Return the epsilon against the server for a client that took part in `rounds` rounds."""
     return epsilon([(step, local_steps * rounds)], delta)
 
 
@@ -85,11 +86,14 @@ def expected_rounds(rounds: int, participation: float) -> int:
 
 
 def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
-    """Return the third party's epsilon for a client with this history.
+    """Return the epsilon against a third party, who sees only the global models.
+
+    `history` has the rounds of a client, in which it takes part with given probabilities.
 
     It is the smallest epsilon with sum_n P(n) delta_{nK}(epsilon) <= delta. Here n is the number of
     rounds in which the client took part, with a Poisson binomial distribution P. K is the number of
-    local steps. Fixed-size sampling uses Renyi DP instead, which gives a valid but larger epsilon.
+    local steps in a round, and delta_{nK}(epsilon) is the delta of nK steps. Fixed-size sampling
+    uses Renyi DP instead, which gives a valid but larger epsilon.
     """
     check_delta(delta)
     possible = [
@@ -97,8 +101,8 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
         for part in history
         if part.probability > 0 and part.rounds > 0 and part.local_steps > 0
     ]
-    # The server's Renyi epsilon is an upper bound to check against. Computing it also refuses
-    # histories that mix the two kinds of sampling.
+    # The Renyi epsilon against the server is an upper bound for the check below. `rdp_epsilon` also
+    # refuses histories that mix the two kinds of sampling.
     bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in possible], delta)
     if possible and possible[0].step.sampling == "fixed_wor":
         curves = [
@@ -114,7 +118,7 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
 
 
 def as_seen(view: View, plan: Rounds) -> Rounds:
-    """Return the plan with the participation that counts for this view.
+    """Return the plan with the participation that counts for this view (an observer).
 
     server_worst     the client takes part in every round
     server_expected  the client takes part in the expected number of rounds
@@ -129,10 +133,10 @@ def as_seen(view: View, plan: Rounds) -> Rounds:
 
 
 def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
-    """Return the plan for this view if a client takes part in at most `cap` rounds.
+    """Return the plan for this view (an observer) if a client takes part in at most `cap` rounds.
 
-    The number of rounds of each client is then public up to the cap, so the third party has the
-    server's epsilon. Without a cap, return the plan unchanged.
+    With a cap, it is nearly public how many rounds each client takes part in. The third party then
+    has the same epsilon as the server. Without a cap, return the plan unchanged.
     """
     if cap is None or view == "server_expected":
         return plan
@@ -140,7 +144,10 @@ def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
 
 
 def view_epsilon(view: View, plan: Rounds, delta: float) -> float:
-    """Return the epsilon against one observer; `plan.probability` is the participation S/N."""
+    """Return the epsilon against one observer.
+
+    `plan.probability` is the probability that a client takes part in a round.
+    """
     if view == "third_party":
         return third_party_epsilon([plan], delta)
     seen = as_seen(view, plan)

@@ -1,4 +1,4 @@
-"""Build a plan from plain numbers, to compute its epsilon without a configuration or data."""
+"""Build a privacy plan from plain numbers, to compute its epsilon without configuration or data."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from dpfed.privacy.published import show_setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNumbers:
-    """The numbers of a plan. Exactly one of `sigma` and `target_epsilon` is given.
+    """Plain numbers that describe a privacy plan, such as options of the command line.
 
-    records         protected units of one client
+    Exactly one of `sigma` and `target_epsilon` is given.
+
+    records         protected units of one client (a unit is a record, or all records of a person)
     batch           expected batch size; batch / records is the sampling rate
     sigma           noise multiplier
     target_epsilon  epsilon for which the noise multiplier is computed
-    participation   share of the clients in each round
+    participation   fraction of the clients that take part in each round
     batches         batches in each local step
-    releases        releases of each batch
-    view            observer for whom the target epsilon holds
+    releases        noised gradients that are released for each batch
+    view            observer for whom the target epsilon holds, such as "server_worst"
     clients         number of clients; None if unknown
-    colluding       number of clients that tell the third party when they were not drawn
+    colluding       number of clients that tell the third party (an observer who sees only the
+                    global models) when they were not drawn
     max_rounds      largest number of rounds of a client; None for every round
     """
 
@@ -53,10 +56,11 @@ class PlanNumbers:
     max_rounds: int | None = None
 
     def planned(self) -> Planned:
-        """Check the numbers and return the plan; a target epsilon decides its noise multiplier."""
+        """Check the numbers, compute the noise multiplier if none is given, and return the plan."""
         self._refuse_impossible()
         participation = self.participation
-        # Colluding clients make it more probable, for a third party, that another one was drawn.
+        # A third party who learns that colluding clients were not drawn assigns a higher
+        # probability to each of the others.
         third_party_probability = participation
         if self.clients is not None:
             cohort = max(1, round(participation * self.clients))
@@ -87,7 +91,7 @@ class PlanNumbers:
     def _cap(self, participation: float) -> int | None:
         """Return the largest number of rounds of a client, None without a cap.
 
-        Raise DpfedError if the clients may not fill all cohorts.
+        Raise DpfedError if this number is too small for the given participation.
         """
         if self.max_rounds is None:
             return None

@@ -1,4 +1,4 @@
-"""Epsilon and delta of a client's history.
+"""Epsilon and delta of a client's history (all mechanisms that the client has executed).
 
 Poisson sampling is accounted for with privacy-loss distributions (PLD), where neighbours differ by
 one added or removed record. Renyi DP (RDP) checks every result: its epsilon must not be smaller.
@@ -34,9 +34,9 @@ from dpfed.privacy.accounting.rdp import (
     rdp_of_step,
 )
 
-# A PLD epsilon may exceed the RDP epsilon by this relative amount, because the PLD grid rounds up.
+# A PLD epsilon may exceed the RDP epsilon by this relative amount: PLD rounds losses up to a grid.
 _RDP_SLACK = 1e-6
-# The largest epsilon of a privacy profile; e^epsilon is a float up to 709.
+# The largest epsilon of a privacy profile; e^epsilon overflows above 709.
 _LARGEST_NODE = 700.0
 
 
@@ -50,43 +50,49 @@ def epsilon_of_terms(
 ) -> float:
     """Return the PLD epsilon: the smallest epsilon with delta(epsilon) <= delta.
 
-    The loss grid is refined until it is as fine as this epsilon needs. The result is 0 without
-    terms, and infinite if a term has no noise.
+    The grid of privacy losses is refined until it is as fine as this epsilon needs. The result is 0
+    without terms (nothing was released), and infinite if a term has no noise.
+
+    terms     the steps that the client executed, as `terms_of` returns them
+    relation  how neighbouring data sets differ
     """
     if not terms:
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # Begin with an interval of at least 1e-4. The RDP estimate is inaccurate for a small epsilon,
-    # so the interval that follows from it may be needlessly fine.
+    # Begin with a grid width (interval) of at least 1e-4. The RDP estimate is inaccurate for a
+    # small epsilon, so the grid width that follows from it may be needlessly fine.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # Stop at 0 and infinity too: a finer grid would not change them.
+        # Stop too if epsilon is 0 or infinite: a finer grid would not change it.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted
 
 
 def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
-    """Return an RDP estimate of epsilon, to choose a first grid that is not too fine for memory."""
+    """Return an RDP estimate of epsilon, from which the first grid of privacy losses is chosen."""
     curves = (t.steps * t.rounds * rdp_of_step("poisson", t.rate, t.multiplier) for t in terms)
     return min(rdp_curve_epsilon(sum(curves, np.zeros(len(ORDERS))), delta), 1e12)
 
 
 def pld_epsilon(history: History, delta: float) -> float:
-    """Return the PLD epsilon of a history of Poisson sampling; infinite without noise."""
+    """Return the PLD epsilon of a history (mechanisms and steps) of Poisson sampling.
+
+    It is infinite without noise.
+    """
     check_delta(delta)
     return epsilon_of_terms(terms_of(history), delta)
 
 
 def replace_one_epsilon(history: History, delta: float) -> float:
-    """Return epsilon for neighbours that differ by one replaced record.
+    """Return epsilon for neighbouring data sets that differ by one replaced record.
 
-    For Poisson sampling this number is additional information. For fixed-size sampling it is the
-    epsilon that `epsilon` reports.
+    For fixed-size sampling this is the reported epsilon. For Poisson sampling it is reported in
+    addition to the epsilon for one added or removed record.
     """
     check_delta(delta)
     entries = released(history)
@@ -98,7 +104,8 @@ def replace_one_epsilon(history: History, delta: float) -> float:
 def check_against_rdp(value: float, bound: float) -> None:
     """Raise AccountingError if a PLD epsilon exceeds the RDP epsilon.
 
-    Both are upper bounds on the same epsilon, and the RDP bound is the looser one.
+    The PLD epsilon and the RDP epsilon bound the same privacy loss from above, and the RDP epsilon
+    must be the larger one.
 
     value  PLD epsilon
     bound  RDP epsilon
@@ -110,8 +117,9 @@ def check_against_rdp(value: float, bound: float) -> None:
 
 
 def epsilon(history: History, delta: float) -> float:
-    """Return the epsilon to report: from RDP for fixed-size sampling, else from PLD.
+    """Return the epsilon of a history (mechanisms and steps) that is reported to users.
 
+    It comes from Renyi DP (RDP) for fixed-size sampling, and else from privacy-loss distributions.
     A PLD epsilon is checked against the RDP epsilon before it is returned.
     """
     check_delta(delta)
@@ -125,7 +133,10 @@ def epsilon(history: History, delta: float) -> float:
 
 
 def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
-    """Return delta(epsilon) of the history, rounded up, for each given epsilon >= 0."""
+    """Return delta(epsilon) of a history (mechanisms and steps) for each given epsilon >= 0.
+
+    The deltas are rounded up.
+    """
     if any(not at >= 0 for at in epsilons):
         raise DpfedError("delta(epsilon) is asked for at epsilons of 0 or more.")
     entries = released(history)
@@ -142,7 +153,10 @@ def delta_curve(history: History, epsilons: Sequence[float]) -> list[float]:
 
 
 def _deltas_of(distribution: Any, terms: tuple[Term, ...], epsilons: Floats) -> Floats:
-    """Return delta(epsilon) of a composed distribution, rounded up, for epsilons in any order."""
+    """Return delta(epsilon) of a loss distribution, rounded up, for epsilons in any order.
+
+    distribution  composed privacy-loss distribution of all `terms`
+    """
     order = np.argsort(epsilons)
     deltas = np.empty(len(epsilons))
     deltas[order] = distribution.get_delta_for_epsilon(epsilons[order])
@@ -185,8 +199,8 @@ def _nodes(top: float, count: int) -> Floats:
 def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
     """Return the composed loss distribution on a grid that is fine enough to compute deltas.
 
-    The grid is refined until it is fine in relation to the spread of the losses. delta(0), the
-    delta at epsilon 0, measures this spread.
+    The grid of losses is refined until it is fine in relation to the spread of the losses.
+    delta(0), the delta at epsilon 0, measures this spread.
     """
     interval = interval_for(rough_epsilon(terms, 1e-5), terms)
     while True:
@@ -204,7 +218,7 @@ def delta_at(history: History, at: float) -> float:
 
 
 def membership_advantage(history: History) -> float:
-    """Return the largest advantage of any membership test of one record.
+    """Return the largest advantage of any membership test of one record, given this history.
 
     The advantage is the true-positive rate minus the false-positive rate. Its maximum equals delta
     at epsilon 0. For fixed-size sampling the test decides which of two records is in the data.
@@ -213,10 +227,10 @@ def membership_advantage(history: History) -> float:
 
 
 def tuning_epsilon(history: History, delta: float, runs: int) -> float:
-    """Return the epsilon of `runs` runs with this history each, on the same data.
+    """Return the epsilon of tuning: `runs` runs on the same data, each with this history.
 
-    All runs are composed. The user may therefore choose the best run in any way, and may even
-    publish every run.
+    The privacy losses of all runs are added (composed). The user may therefore choose the best run
+    in any way, and may even publish every run.
     """
     check_delta(delta)
     if runs < 1:

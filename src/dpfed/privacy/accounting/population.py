@@ -1,9 +1,10 @@
-"""The server's epsilon of very many clients at once, for Poisson sampling.
+"""Compute the epsilon against the server of very many clients at once, for Poisson sampling.
 
-Epsilon grows with the sampling rate and the number of rounds, and falls with the noise. Each client
-is therefore bounded by a grid point with at least its rate and rounds, and at most its noise. Many
-clients share a grid point, so few loss distributions are computed. Where the epsilons of
-neighbouring points differ by more than TOLERANCE, the grid is refined.
+Epsilon grows with the sampling rate and the number of rounds, and falls with the noise. A grid of
+(rate, noise) pairs covers all clients. The epsilon of a grid point with at least a client's rate
+and at most its noise, after at least as many rounds, bounds the client's epsilon. Many clients use
+the same grid point, so few loss distributions are computed. Where the epsilons of neighbouring
+points differ by more than TOLERANCE, the grid is refined.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from dpfed.privacy.mechanism import Mechanism
 
 Ints = npt.NDArray[np.int64]
 
-# An upper bound may exceed a client's epsilon by this relative amount.
+# The upper bound on a client's epsilon may exceed this epsilon by at most this relative amount.
 TOLERANCE = 0.03
-# Smallest width of a cell. Neighbours that differ at this width have an epsilon of almost 0.
+# Smallest width of a cell of the grid. At this width, neighbouring grid points differ by more than
+# TOLERANCE only if their epsilons are almost 0.
 _FINEST_WIDTH = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """All clients. Arrays have one entry per client.
+    """All clients whose epsilons are computed together. Arrays have one entry per client.
 
     rates        sampling rate
     multipliers  effective noise multiplier
@@ -71,23 +73,23 @@ class Population:
 
     @property
     def active(self) -> Ints:
-        """Numbers of the clients that took at least one step."""
+        """Indices of the clients that took at least one step."""
         return np.flatnonzero(self.rounds * self.steps > 0)
 
     def exact(self, client: int, delta: float) -> float:
-        """Return the exact epsilon of one client, which was checked against the RDP epsilon."""
+        """Return the epsilon of one client, computed from its own rate, noise and rounds."""
         step = Mechanism("poisson", float(self.rates[client]), float(self.multipliers[client]))
         return epsilon([(step, int(self.steps * self.rounds[client]))], delta)
 
     def front(self, clients: Ints) -> list[int]:
-        """Return the clients that can have the largest epsilon (the Pareto front).
+        """Return those of the given clients that can have the largest epsilon (the Pareto front).
 
-        No other client has at least their rate and rounds and at most their noise.
+        A client is left out if another one has at least its rate and rounds, and at most its noise.
         """
         front: list[int] = []
         while len(clients):
-            # No other client dominates the one with the most rounds. Among equals, take the one
-            # with the least noise, then the one with the highest rate.
+            # The client with the most rounds is on the front. Among several, take the one with the
+            # least noise, and then the one with the highest rate.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)
@@ -118,9 +120,9 @@ def largest_epsilon(population: Population, delta: float) -> float:
 def population_epsilon(population: Population, delta: float) -> Floats:
     """Return an upper bound on the epsilon of every client.
 
-    Each bound exceeds the client's epsilon by at most 3 % (TOLERANCE). The largest of all bounds
-    equals the exact epsilon. The bound is 0 for a client without rounds, and infinite for a client
-    without noise.
+    Each bound exceeds the client's epsilon by at most 3 % (TOLERANCE). The largest of all bounds is
+    exact: it equals that client's epsilon. The bound is 0 for a client without rounds, and infinite
+    for a client without noise.
     """
     check_delta(delta)
     bounds = np.zeros(population.rates.shape)
@@ -149,15 +151,14 @@ def population_epsilon(population: Population, delta: float) -> Floats:
 
 @dataclass
 class _Point:
-    """One grid point: a pair of sampling rate and noise multiplier.
+    """One grid point: a pair of sampling rate and noise multiplier, and its epsilons.
 
-    It stores the loss distribution of one round and the epsilon after each number of rounds that
-    was needed.
+    The epsilons after different numbers of rounds are computed on request and stored.
 
     rate           sampling rate
     multiplier     effective noise multiplier
     steps          batches in one round
-    delta          delta of the guarantee
+    delta          delta at which epsilons are computed
     interval       grid width of the loss distribution
     epsilon_after  epsilon by number of rounds
     one_round      loss distribution of one round; None before it is computed
@@ -179,7 +180,8 @@ class _Point:
     def _compose(self, rounds: int) -> float:
         """Return the epsilon after this number of rounds.
 
-        The loss grid is four times wider than usual, which raises epsilon by at most 0.3 %.
+        The grid of privacy losses is four times wider than usual, which raises epsilon by at most
+        0.3 %.
         """
         steps = self.steps * rounds
         while True:
@@ -199,11 +201,11 @@ class _Point:
 
 
 class _Grid:
-    """The grid points, each addressed by its rate level and its noise level.
+    """All grid points (sampling rate, noise multiplier) at which epsilons are computed.
 
-    The rate level is log(highest rate / rate), and the noise level is log(noise / least noise).
-    A cell is a square of levels with a given width. If the width is halved, the corners of old
-    cells remain grid points, so their epsilons are used again.
+    The rate level of a point is log(highest rate / rate), and its noise level is log(noise / least
+    noise). A cell is a square of levels with a given width. If the width is halved, the corners of
+    old cells remain grid points, so their epsilons are used again.
     """
 
     def __init__(self, population: Population, clients: Ints, delta: float) -> None:
@@ -227,18 +229,18 @@ class _Grid:
         return self.points[key].epsilon(rounds)
 
     def settle(self, clients: Ints, width: float, bounds: Floats) -> Ints:
-        """Set `bounds` of these clients; return the clients that need a finer grid.
+        """Bound the epsilons of these clients; return the clients that need a finer grid.
 
-        The worst corner of a cell has the highest rate, the least noise and the most rounds. The
-        bound of a client is the epsilon at the worst corner of its cell. The client's true epsilon
-        lies between the epsilons at the best and the worst corner. A cell is small enough if these
-        two differ by less than TOLERANCE, minus a margin for the loss grids of both.
+        Clients with similar rates, noise and rounds are in one cell. Its worst corner has the
+        highest rate, the least noise and the most rounds, and its best corner the opposite. The
+        epsilon at the worst corner bounds all clients of the cell. A cell is small enough if the
+        epsilons at both corners differ by less than TOLERANCE, minus a margin for rounding.
 
         width   side of a cell
         bounds  bounds of all clients, which this changes in place
         """
-        # Round both levels down, to a higher rate and less noise. Adding 1e-12 keeps a level that
-        # lies on the grid from being rounded to the point below.
+        # Round the rate level and the noise level down, to a higher rate and less noise. Adding
+        # 1e-12 keeps a level that lies on the grid from being rounded to the point below.
         rate_cell = np.floor(self.rate_levels[clients] / width + 1e-12)
         noise_cell = np.floor(self.noise_levels[clients] / width + 1e-12)
         span = _rounds_span(self.rounds[clients], width)
@@ -247,8 +249,8 @@ class _Grid:
         member = member.reshape(-1)
         worst = np.zeros(cells.shape[1])
         settled = np.zeros(cells.shape[1], dtype=bool)
-        # If all clients have the same rate (or noise), they lie on the grid in that direction, so
-        # the best corner needs no step there.
+        # If all clients have the same rate, the best corner of a cell has this rate too. The same
+        # holds for the noise.
         rate_step = int(np.any(self.rate_levels[clients] != 0))
         noise_step = int(np.any(self.noise_levels[clients] != 0))
         for index, (rate_index, noise_index, fewest, most) in enumerate(cells.T):
@@ -263,9 +265,10 @@ class _Grid:
 
 
 def _rounds_span(rounds: Ints, width: float) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest number of rounds in each client's cell.
+    """Return the smallest and the largest number of rounds in the cell of each client.
 
-    Cells have equal width in log(rounds), so small numbers of rounds have a cell of their own.
+    A cell covers several numbers of rounds, with equal width in log(rounds). A small number of
+    rounds therefore has its own cell.
     """
     cell = np.floor(np.log(rounds) / width + 1e-12)
     low = np.ceil(np.exp(cell * width) - 1e-9)

@@ -1,4 +1,8 @@
-"""Renyi differential privacy: checks every PLD epsilon, and accounts for fixed-size sampling."""
+"""Renyi differential privacy (RDP): epsilons of fixed-size sampling, and bounds for all others.
+
+The epsilon of Poisson sampling comes from privacy-loss distributions (PLD). It is checked against
+the RDP epsilon, which is an upper bound.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,16 @@ from dp_accounting.rdp import rdp_privacy_accountant as dpa_rdp_curve
 from dpfed.privacy.accounting.history import Floats, History, check_delta, released
 
 ORDERS = np.asarray(dpa_rdp_curve.DEFAULT_RDP_ORDERS, dtype=np.float64)
-# `rdp_of_step` adds a multiple of this to each divergence, so that rounding never lowers epsilon.
+# `rdp_of_step` adds a multiple of this to each divergence, so that rounding errors never make
+# epsilon too small.
 _RDP_ROUNDING = 2e-16
 
 
 @contextlib.contextmanager
 def _orders_may_fail() -> Iterator[None]:
-    """Silence the log message of dp_accounting about orders that did not converge.
+    """Silence the log message of dp_accounting about Renyi orders that did not converge.
 
-    Leaving out such orders can only raise epsilon, so the result stays valid.
+    dp_accounting leaves out such orders. This can only raise epsilon, so the result stays valid.
     """
 
     def keep(record: logging.LogRecord) -> bool:
@@ -41,7 +46,12 @@ def _orders_may_fail() -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
-    """Return the Renyi divergence of one batch and its releases at each of ORDERS, rounded up."""
+    """Return the Renyi divergence of one batch at each of ORDERS, rounded up.
+
+    sampling    "poisson" or "fixed_wor"
+    rate        probability that a given record is in the batch
+    multiplier  effective noise multiplier, which covers all releases of the batch
+    """
     if multiplier == 0:
         return np.full(len(ORDERS), math.inf)
     gaussian = dpa.GaussianDpEvent(multiplier)
@@ -62,7 +72,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
 
 
 def rdp_curve(history: History) -> Floats:
-    """Return the Renyi divergence of a whole history at each of ORDERS."""
+    """Return the Renyi divergence of a whole history (mechanisms and steps) at each of ORDERS."""
     curves = (
         steps
         * mechanism.batches
@@ -97,11 +107,11 @@ def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
 
 
 def rdp_epsilon(history: History, delta: float) -> float:
-    """Return the RDP epsilon of a history; 0 without steps.
+    """Return the RDP epsilon of a history (mechanisms and steps); 0 without steps.
 
-    Poisson sampling follows Mironov et al. 2019, with neighbours by adding or removing one record.
-    Fixed-size sampling follows Wang et al. 2019, Theorem 9, with neighbours by replacing one
-    record. The noise multiplier is then relative to the sensitivity 2C.
+    Poisson sampling follows Mironov et al. 2019, where neighbours differ by one added or removed
+    record. Fixed-size sampling follows Wang et al. 2019, Theorem 9, where neighbours differ by one
+    replaced record. The sensitivity is then 2C instead of C, the clip norm.
     """
     check_delta(delta)
     return rdp_curve_epsilon(rdp_curve(history), delta) if released(history) else 0.0

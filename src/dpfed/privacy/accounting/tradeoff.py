@@ -1,9 +1,11 @@
-"""The trade-off curve of a history: the errors that an attacker must make, and its Gaussian mu.
+"""The trade-off curve of a history: the error rates that an attacker must have, and the mu of GDP.
 
-The attacker guesses whether one record was used. False positives are records that it accuses
-wrongly. False negatives are records that it misses. All figures follow from the privacy profile
-delta(epsilon) of the accountant, which is an upper bound. They are never optimistic: the attacker's
-true-positive rate and mu are rounded towards more privacy loss at every approximation.
+A history has the mechanisms and steps that a client executed. The attacker guesses for each record
+whether it was used in training. A false positive is an unused record that the attacker takes for a
+used one, and a false negative is a used record that the attacker misses. All results follow from
+the privacy profile delta(epsilon) of the accountant, an upper bound. Every approximation raises the
+attacker's true-positive rate and the mu of Gaussian DP (GDP), so no result promises too much
+privacy.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from dpfed.privacy.mechanism import Mechanism
 
 # Smallest delta of a profile. `gaussian_mu` ignores the epsilons at which delta is smaller.
 CUTOFF = 1e-9
-# A profile has this number of evenly spaced epsilons, and as many logarithmically spaced ones.
+# A profile has this number of evenly spaced epsilons, and as many that are spaced logarithmically.
 _NODES = 1500
 _LARGEST_MU = 1e4
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Upper bounds of delta(epsilon) at a few nodes, for both orders of two neighbouring data sets.
+    """Upper bounds of the privacy profile delta(epsilon) at many values of epsilon, called nodes.
 
-    epsilons  nodes, ascending from 0
+    epsilons  the nodes, ascending from 0
     deltas    delta at each node; between two nodes, delta is at most the straight line through
               both, drawn over e^epsilon
-    exact     False for Renyi bounds, whose delta near epsilon 0 is too loose to derive mu from
+    exact     False if Renyi DP gives the deltas: near epsilon 0 they are too large to compute mu
     """
 
     epsilons: Floats
@@ -44,7 +46,7 @@ class Profile:
 
 
 def profile_of(history: History) -> Profile:
-    """Return the privacy profile of a history, down to delta = CUTOFF."""
+    """Return the privacy profile delta(epsilon) of a history, down to delta = CUTOFF."""
     return _cached_profile(tuple(released(history)))
 
 
@@ -71,8 +73,8 @@ def true_positive_rates(profile: Profile, false_positive_rates: Sequence[float])
 def gaussian_mu(profile: Profile) -> float | None:
     """Return the smallest mu whose Gaussian mechanism has at least the profile's deltas.
 
-    Deltas below CUTOFF are ignored, and mu is 0 if all deltas are below. The result is infinite if
-    no mu is large enough, and None for a profile that is not exact.
+    Deltas below CUTOFF are ignored, and mu is 0 if all deltas are below CUTOFF. The result is
+    infinite if no mu is large enough, and None for a profile that is not exact.
     """
     if not profile.exact:
         return None
@@ -99,18 +101,22 @@ def gaussian_mu(profile: Profile) -> float | None:
 
 
 def gaussian_false_negatives(mu: float, false_positive_rates: Floats) -> Floats:
-    """Return the smallest false-negative rates of a test of N(0, 1) against N(mu, 1)."""
+    """Return the smallest false-negative rate at each false-positive rate, under Gaussian DP.
+
+    It is the rate of the best test of N(0, 1) against N(mu, 1).
+    """
     rates: Floats = special.ndtr(-special.ndtri(false_positive_rates) - mu)
     return rates
 
 
 def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
-    """Return True if the Gaussian mechanism of this mu has at least the profile's delta everywhere.
+    """Return True if the Gaussian mechanism of this mu has at least the profile's deltas.
 
-    Both deltas are convex functions of x = e^epsilon. Between two nodes, the profile is below the
-    straight line (chord) through both nodes, and the Gaussian is above its tangents at both nodes.
-    It is enough to compare the two at the nodes and at the x where the two tangents meet. The code
-    divides all x by the x of the left node, because e^epsilon can overflow.
+    The delta of the profile and the delta of the Gaussian are convex functions of x = e^epsilon.
+    Between two nodes, the profile is below the straight line (chord) through both nodes, and the
+    Gaussian is above its tangents at both nodes. It is enough to compare the deltas at the nodes
+    and at the x where the two tangents meet. The code divides all x by the x of the left node,
+    because e^epsilon can overflow.
     """
     upper: Floats = special.ndtr(mu / 2 - epsilons / mu)
     lower: Floats = np.exp(epsilons + special.log_ndtr(-mu / 2 - epsilons / mu))
@@ -130,7 +136,10 @@ def _covers(mu: float, epsilons: Floats, deltas: Floats) -> bool:
 def attack_rates(
     histories: Sequence[History], false_positive_rates: Sequence[float]
 ) -> list[float]:
-    """Return the largest true-positive rate over all histories, at each false-positive rate."""
+    """Return the largest true-positive rate of any attacker on any of these histories.
+
+    The result has one rate for each false-positive rate.
+    """
     found = [
         true_positive_rates(profile_of(history), false_positive_rates)
         for history in undominated(histories)
@@ -140,17 +149,17 @@ def attack_rates(
 
 
 def largest_mu(histories: Sequence[History]) -> float | None:
-    """Return the largest mu of these histories, or None if one of them has no mu."""
+    """Return the largest `gaussian_mu` of these histories; None if one of them has no mu."""
     found = [gaussian_mu(profile_of(history)) for history in undominated(histories)]
     known = [mu for mu in found if mu is not None]
     return max(known) if len(known) == len(found) else None
 
 
 def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int], ...]]:
-    """Return the distinct histories, without each history that another one dominates.
+    """Return the distinct histories, without those whose privacy loss another one bounds.
 
-    A dominating history has the same steps, at least the same rates and at most the same noise. At
-    every epsilon, its delta is at least as large.
+    A history that bounds another one has the same steps, at least the same sampling rates and at
+    most the same noise. Its delta is at least as large at every epsilon.
     """
     distinct = list(dict.fromkeys(map(tuple, histories)))
     return [
@@ -163,8 +172,8 @@ def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int
 def _dominates(history: History, other: History) -> bool:
     """Return True if `history` loses at least as much privacy as `other` at every epsilon.
 
-    This holds if each of its entries has the steps of the other's entry, at least its rate and at
-    most its noise. It is tested for Poisson sampling only.
+    This holds if each entry of `history` has the same steps as the entry of `other`, at least the
+    same rate and at most the same noise. Return False if the sampling is not Poisson.
     """
     return len(history) == len(other) and all(
         mine.sampling == its.sampling == "poisson"

@@ -1,1 +1,1 @@
-"""The privacy ledger: an append-only file of everything that clients have spent."""
+"""The privacy ledger: an append-only file of all privacy loss that clients have spent."""

@@ -1,4 +1,4 @@
-"""One charge of the privacy ledger, and the row of the ledger that stores it."""
+"""A charge (the privacy spending of one client in one round), and the ledger row that stores it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Client = int | str
 
 @dataclass(frozen=True)
 class Charge:
-    """The spending of one client in one round: `steps` executions of the mechanism.
+    """The privacy spending of one client in one round: `steps` executions of a mechanism.
 
     client     number of a simulated client, or name of a real one
     round      number of the round
@@ -22,8 +22,10 @@ class Charge:
     mechanism  mechanism of one step
     noise      "seeded": a resumed run repeats the same noise, so a repeated charge adds no row;
                "os": noise never repeats, so every repetition is a new charge
-    void       True if the charge does not count, because a real client runs with seeded noise
-    part       purpose of the releases, "train" or "evaluate"; a round can have a charge for each
+    void       True if the charge is left out of the client's epsilon: a real client that runs with
+               seeded noise has no privacy
+    part       purpose of the noised values, "train" or "evaluate"; a round can have a charge for
+               each
     """
 
     client: Client
@@ -35,8 +37,8 @@ class Charge:
     part: str = "train"
 
     def __post_init__(self) -> None:
-        # Require the exact type int: SQLite returns a bool or a numpy number in another type, so
-        # the hash of the row would not fit its content.
+        # Require the exact type int. SQLite would return a bool or a numpy number in another type,
+        # and the hash of the row would then be another one.
         numbers = (self.round, self.steps, self.mechanism.batches, self.mechanism.releases)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or self.steps == 0:
             raise ValueError(
@@ -53,7 +55,10 @@ class Charge:
             )
 
     def columns(self) -> tuple[object, ...]:
-        """Return the values of the columns `steps` to `void`, in the types that SQLite returns."""
+        """Return the values for the columns `steps` to `void` of the ledger's table `charge`.
+
+        They have the types in which SQLite returns them.
+        """
         kind = self.mechanism
         # Add 0.0 to remove the sign of -0.0: SQLite does not store that sign, but the hash has it.
         numbers = (float(kind.rate), float(kind.noise_multiplier) + 0.0)
@@ -66,10 +71,10 @@ class Row:
     """One row of the ledger.
 
     seq      number of the row, from 1
-    txn      number of the transaction; the charges of one cohort share a transaction
+    txn      number of the transaction; one transaction holds the charges of all clients of a round
     run      name of the run
     attempt  1 for the first charge of this client, round and part, 2 for the next, and so on
-    charge   what the row charges
+    charge   the privacy spending that the row records
     time     seconds since 1970 when the row was written
     prev     hash of the row before
     hash     hash of this row's content, including `prev`

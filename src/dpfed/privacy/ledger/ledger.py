@@ -2,14 +2,14 @@
 
 Two files lie beside `ledger.db`. `ledger.db.head` stores the number of rows and the hash of the
 last row, so that an old copy of the ledger is noticed. The one process that may write holds a lock
-on `ledger.db.lock`. Every cohort is charged in this order:
+on `ledger.db.lock`. The clients of a round are charged in this order:
 
     rows are on disk -> head file is on disk -> charge() returns -> noised values may be released
 
 After a crash the ledger is at most one transaction ahead of its head file, and never behind it.
-Each row's hash covers the hash of the row before, but without a secret key. Someone who changes
-both files consistently is noticed only by comparing with a head stored elsewhere (`check_head`). In
-a federation the server stores the head and returns it.
+Each row's hash covers the hash of the row before, but without a secret key. If someone changes
+ledger and head file consistently, only a copy of the head elsewhere reveals it (`check_head`). In a
+federation the server stores such a copy and sends it to the client.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MECHANISM = "sampling, rate, noise_multiplier, batches, releases"
 
 
 class Ledger:
-    """An open ledger, made by `create` or `open`; only one thread at a time may use it."""
+    """An open privacy ledger, made by `create` or `open`; one thread at a time may use it."""
 
     def __init__(
         self, path: Path, db: sqlite3.Connection, lock: IO[bytes] | None, meta: str
@@ -67,9 +67,9 @@ class Ledger:
         self._db = db
         self._lock = lock
         self.meta: dict[str, Any] = json.loads(meta)
-        # The first row has no row before it and stores this hash instead.
+        # Hash that the first row stores in place of the hash of the row before.
         self._genesis = hashlib.sha256(meta.encode()).hexdigest()
-        # Content of the head file; None if the file must be read again before the next charge.
+        # Content of the head file (row count, last hash); None: read it before the next charge.
         self._synced: Head | None = None
 
     @classmethod
@@ -78,7 +78,7 @@ class Ledger:
     ) -> Self:
         """Create and open the ledger of one `run` (all its clients) or of one real `client`.
 
-        meta  facts that the ledger stores unchanged, such as delta; JSON must be able to hold them
+        meta  facts that the ledger stores, such as delta; they must be JSON-serialisable
         """
         path = Path(path).resolve()
         kind, owner = owner_of(run, client)
@@ -104,22 +104,22 @@ class Ledger:
         cls, path: Pathlike, *, run: str | None = None, client: str | None = None,
         readonly: bool = False, accept_missing_head: bool = False,
     ) -> Self:  # fmt: skip
-        """Open a ledger; refuse one of another owner, or one older than its head file.
+        """Open a ledger. Raise DpfedError if its owner is another one, or its head file is newer.
 
         run, client          name of the owner that the ledger must have; None twice for any owner
-        readonly             open without the writer's lock
+        readonly             open for reading only, without the lock of the one writer
         accept_missing_head  open a ledger whose head file is missing
 
-        All checks pass before anything on disk changes. Only the rows after the head are checked,
-        because clients open the ledger for every message. `verify` checks all rows.
+        All checks pass before anything on disk changes. Only rows that are newer than the head file
+        are checked, because clients open the ledger for every message. `verify` checks all rows.
         """
         path = Path(path).resolve()
         owner = None if run is client is None else owner_of(run, client)
         with file_errors(path), ExitStack() as on_failure:
             meta = read_meta(path, owner)
             lock = None if readonly else on_failure.enter_context(take_lock(path))
-            # Read the head before the rows: if another process writes in between, a head that is
-            # read later would be newer than the rows.
+            # Read the head file before the rows. In the other order, another process could write
+            # in between, and the head would be newer than the rows.
             head = read_head(path)
             mode = "mode=ro" if has_log(path) else "immutable=1"
             with closing(connect(path, mode)) as unlocked:
@@ -146,7 +146,7 @@ class Ledger:
         self.close()
 
     def charge(self, charges: Sequence[Charge], run: str | None = None) -> list[Row]:
-        """Write the charges of a cohort in one transaction; return the row of each charge.
+        """Write the charges of a round's clients in one transaction; return the row of each charge.
 
         Noised values may be released only after this returns. If this raises an error, nothing may
         be released, and rows that are on disk still count. A seeded charge that repeats an existing
@@ -179,7 +179,7 @@ class Ledger:
         return rows
 
     def _run_for(self, charges: Sequence[Charge], run: str | None) -> str:
-        """Return the name of the run to charge; refuse charges of another owner."""
+        """Return the name of the run to charge. Raise DpfedError for charges of another owner."""
         kind = self.meta["kind"]
         owner = self.meta["owner"]
         if self._lock is None:
@@ -227,8 +227,8 @@ class Ledger:
 
     def _begin_writing(self, accept_missing_head: bool) -> None:
         if has_log(self.path):
-            # A killed process can leave rows that are not safely on disk yet. A repeated charge
-            # relies on such rows, so write them to disk first.
+            # A killed process can leave rows in SQLite's log that are not on disk yet. Write them
+            # to disk, because a repeated charge returns such a row instead of writing a new one.
             fsync(beside(self.path, "-wal"))
         if self._value("PRAGMA journal_mode = WAL") != "wal":
             raise ledger_error(
@@ -267,9 +267,9 @@ class Ledger:
                 raise ledger_error(self.path, f"row {rows} is not the row that its head remembers")
 
     def verify(self) -> Head:
-        """Check all rows and return the ledger's head; the error names the first wrong row."""
+        """Check all rows; return their number and the last hash. An error names the wrong row."""
         with file_errors(self.path):
-            # Read the head before the rows, for the same reason as in `open`.
+            # Read the head file before the rows: another process could write in between.
             remembered = read_head(self.path)
             self._db.execute("BEGIN")
             try:
@@ -290,12 +290,12 @@ class Ledger:
                 yield self._row(columns)
 
     def rounds_charged(self, run: str, part: str = "train") -> list[int]:
-        """Return the different rounds charged for this run and part, void charges included."""
+        """Return the numbers of all rounds charged for this run and part, void charges included."""
         query = "SELECT DISTINCT round FROM charge WHERE run = ? AND part = ? ORDER BY round"
         return [int(round_) for (round_,) in self._query(query, run, part)]
 
     def participation(self) -> dict[Client, int]:
-        """Return for each client the number of rounds charged; a repeated round counts once."""
+        """Return for each client the number of rounds that have one or more charges."""
         rounds = (
             "SELECT client, MIN(seq) AS s FROM charge WHERE void = 0 GROUP BY client, run, round"
         )
@@ -303,11 +303,11 @@ class Ledger:
         return dict(self._query(query))
 
     def history(self, client: Client) -> History:
-        """Return each mechanism of this client with its number of steps; all attempts count."""
+        """Return each mechanism of this client with its charged steps, including repetitions."""
         return self._histories("AND client = ?", client).get(client, [])
 
     def histories(self) -> dict[Client, History]:
-        """Return the history of every client with a charge, in the order of their first charges."""
+        """Return the `history` of each client that has a charge, in the order of first charges."""
         return self._histories()
 
     def _histories(self, where: str = "", *values: object) -> dict[Client, History]:
@@ -341,9 +341,9 @@ class Ledger:
         return self._value("SELECT hash FROM charge WHERE seq = ?", seq) if seq else self._genesis
 
     def _walk(self, after: int) -> Head:
-        """Check the hashes of all rows after row number `after`; return the head of the ledger."""
+        """Check the hashes of all rows after row `after`; return the last row's number and hash."""
         head = Head(after, self._hash_at(after))
-        # Start below 1, because forged rows can have such numbers. True rows start at 1.
+        # True rows start at 1, but forged rows can have smaller numbers: read them too.
         start = after + 1 if after else -(2**63)
         for row in self._db.execute("SELECT * FROM charge WHERE seq >= ? ORDER BY seq", (start,)):
             seq = head.rows + 1
@@ -361,9 +361,9 @@ class Ledger:
         return head
 
     def _check_rows(self, head: Head | None, writing: bool, accept_missing_head: bool) -> Head:
-        """Check the ledger against its head file, and return the ledger's head.
+        """Check the ledger against its head file; return its number of rows and its last hash.
 
-        Raise DpfedError if the ledger is older than `head`, or newer by more than one transaction.
+        Raise DpfedError if `head`, the head file, is newer, or more than one transaction older.
         """
         accept = "Ledger.open(..., accept_missing_head=True)"
         if head is None:
@@ -376,7 +376,7 @@ class Ledger:
             return self._walk(after=0)
         self.check_head(head)
         ahead = self._value("SELECT COUNT(DISTINCT txn) FROM charge WHERE seq > ?", head.rows)
-        # Check this for writers only: a reader may see rows that were written after it read `head`.
+        # Only a writer can check this: a reader may see rows that were written after `head`.
         if writing and ahead > 1:
             raise ledger_error(
                 self.path,
@@ -390,7 +390,7 @@ _writers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    # A forked child shares the parent's lock and would keep it after the parent was killed.
+    # A forked child process shares the ledger's lock and would keep it after its parent ends.
     for ledger in list(_writers):
         if ledger._lock is not None:
             ledger._lock.close()

@@ -28,12 +28,12 @@ def make_private_folder(path: Path) -> None:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open a file for writing, with mode 0600 from before the first byte is written."""
+    """Open a file for writing; set its mode to 0600 before the first byte is written."""
 
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags & ~os.O_TRUNC, OWNER_FILE)
         try:
-            # An existing file keeps its mode when it is opened, so others may be able to read it.
+            # `os.open` does not change the mode of an existing file, which others may then read.
             if stat.S_IMODE(os.fstat(descriptor).st_mode) != OWNER_FILE:
                 os.fchmod(descriptor, OWNER_FILE)
             if flags & os.O_TRUNC:
@@ -75,11 +75,11 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError:
-        # Report the first error: on a full or broken disk, removing the file can fail too.
+        # Report the error above, even if removing the partial file fails too (on a broken disk).
         with suppress(OSError):
             part.unlink()
         raise
-    # The folder stores the file's name, so a crash could undo the rename without this call.
+    # Write the folder to disk too: without this call, a crash could undo the renaming.
     fsync(path.parent)
 
 

@@ -1,4 +1,7 @@
-"""Reads and writes the files of a ledger: the SQLite file, the head file and the lock file."""
+"""Read and write the files of a privacy ledger: the SQLite file, the head file and the lock file.
+
+The head file stores the number of rows and the hash of the last row.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ FORMAT = 1
 # The letters "dpfd" in SQLite's file header mark the file as a ledger.
 _APPLICATION_ID = 0x64706664
 _FORBID = "BEGIN SELECT RAISE(ABORT, 'the privacy ledger is append-only'); END"
-# `read_meta` compares a file's schema with these texts, because an added trigger or view could
-# change the result of a query.
+# `read_meta` accepts a ledger only if its schema has exactly these statements, because an added
+# trigger or view could change the result of a query.
 _TABLES = (
     "CREATE TABLE meta (json TEXT NOT NULL)",
     "CREATE TABLE charge (seq INTEGER PRIMARY KEY, txn INTEGER, run TEXT, client, round INTEGER, "
@@ -49,13 +52,16 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # The row is forged: it has bytes or infinity, which JSON cannot hold and charges never
-        # have. Return the empty string, which differs from every hash.
+        # A row with bytes or infinity, which JSON cannot represent, is forged: no charge has them.
+        # Return the empty string, which differs from every hash.
         return ""
 
 
 def nameable(text: object) -> bool:
-    """Return True if this can be a name in the ledger: a text of 1 to 200 printable characters."""
+    """Return True if this can be the name of a run, client or part in the ledger.
+
+    A name is a text of 1 to 200 printable characters.
+    """
     return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
 
 
@@ -84,11 +90,12 @@ def row_errors(path: Path, seq: int) -> Iterator[None]:
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk, of SQLite and of damaged files into a DpfedError of one sentence."""
+    """Convert errors of the disk, of SQLite and of damaged files to a one-sentence DpfedError."""
     try:
         yield
     except sqlite3.ProgrammingError:
-        # The error is a defect of this program, such as use after close. Keep its traceback.
+        # This error is a defect of this program, such as use of a closed ledger. Raise it with its
+        # traceback.
         raise
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         # SQLite raises UnicodeDecodeError when it quotes a damaged schema.
@@ -108,7 +115,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def has_log(path: Path) -> bool:
-    """Return True if SQLite's write-ahead log is not empty.
+    """Return True if SQLite's write-ahead log of this ledger is not empty.
 
     After a crash, or while a process writes, the log can hold rows that the SQLite file lacks.
     """
@@ -153,8 +160,8 @@ def take_lock(path: Path) -> IO[bytes]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    # Open the file only through SQLite, because closing it elsewhere would drop SQLite's locks.
-    # check_same_thread is off because a run charges on another thread, but one call at a time.
+    # Open the file only through SQLite: closing it after `open()` would drop SQLite's locks.
+    # check_same_thread is off, because a run writes charges from another thread, one at a time.
     db = sqlite3.connect(
         f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False
     )
@@ -167,7 +174,8 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         db.close()
         unwritable = mode == "mode=ro" and not os.access(path.parent, os.W_OK)
         if isinstance(error, sqlite3.OperationalError) and unwritable:
-            # SQLite cannot create its shared-memory file in a read-only folder, so read without.
+            # In a read-only folder, SQLite cannot create its shared-memory file. The mode
+            # immutable=1 reads the ledger without this file.
             return connect(path, "immutable=1")
         raise
     return db
@@ -215,7 +223,7 @@ def read_meta(path: Path, owner: tuple[str, str] | None) -> str:
     """
     if not path.exists():
         raise ledger_error(path, "there is no such file")
-    # Read the log too if it is not empty: after a crash the file can be incomplete without it.
+    # Read SQLite's log too if it is not empty: after a crash it has rows that the file lacks.
     with closing(connect(path, "mode=ro" if has_log(path) else "immutable=1")) as db:
         ((application,),) = db.execute("PRAGMA application_id")
         ((version,),) = db.execute("PRAGMA user_version")

@@ -1,1 +1,1 @@
-"""Plan a federation before it begins: the batch, the noise and the choice of cohorts."""
+"""Plan a federation before training: batch size, noise, and how each round's clients are chosen."""

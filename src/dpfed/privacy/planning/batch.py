@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-# The chosen batch may have this much more noise than full batches, as a relative amount.
+# A chosen batch size may have at most this much more noise than a batch of all records (relative).
 TOLERANCE = 0.05
 
 
@@ -18,13 +18,15 @@ def powers_of_two(largest: float) -> list[int]:
 
 
 def automatic_batch(noise: Callable[[float], float], records: float, limit: float) -> int:
-    """Return the smallest power of two whose noise is at most 5 % above that of full batches.
+    """Return the smallest batch size with at most 5 % more noise than a batch of all records.
 
-    If there is none up to `limit`, return the largest power of two up to `limit`.
+    Only powers of two up to `limit` are considered. If none has so little noise, return the
+    largest of them.
 
-    noise    batch -> noise of the mean gradient; it falls as the batch grows
-    records  records of a client, the size of a full batch
-    limit    largest batch that may be chosen
+    noise    function from the batch size to the noise of the mean gradient; it falls as the batch
+             grows
+    records  number of records of a client
+    limit    largest batch size that may be chosen
     """
     tolerated = (1 + TOLERANCE) * noise(records)
     batches = powers_of_two(min(records, limit))

@@ -1,4 +1,7 @@
-"""Compare plans for a federation of a given size: batches, choices of cohorts, and rounds."""
+"""Compare privacy plans for a federation of a given size: batch sizes, cohorts and rounds.
+
+A cohort is the set of clients that take part in one round.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ HEAD = f"{'cohorts':10}{'batch':>8}{'sigma':>10}{'noise':>12}{'records computed'
 LARGEST_DIVISOR = 8
 LARGEST_FACTOR = 4
 MAX_RECORDS = 2048
-# A recommended plan has up to 5 % more noise than full batches (see planning/batch.py). If it has
-# more than this factor, the limit on records in a step is the cause.
+# A recommended plan has up to 5 % more noise than batches of all records (see planning/batch.py).
+# If it has more than this factor, the limit on records in a step is the cause.
 LIMITED_NOISE = 1.06
 
 
@@ -50,12 +53,12 @@ def _estimated_once(rounds: Rounds, epsilon: float, delta: float) -> float:
 class Federation:
     """The size of a federation and its privacy target.
 
-    records      protected units of each client
-    cohort       clients in each round, S
-    epsilon      target for the server's view of the client with the most rounds
-    max_records  most records of a cohort in a local step
+    records      number of protected units of each client
+    cohort       number of clients in each round
+    epsilon      target epsilon against the server, for the client with the most rounds
+    max_records  largest number of records of all clients of a round in one local step
     batches      new batches in each local step of the algorithm
-    releases     releases of each batch
+    releases     noised gradients released for each batch
     algorithm    name of the algorithm
     """
 
@@ -105,7 +108,10 @@ class Federation:
 
     @property
     def largest_batch(self) -> float:
-        """The largest batch: at most the mean client's records and its share of `max_records`."""
+        """The largest batch size of a client that the plan may have.
+
+        It is at most the mean number of records, and at most a client's part of `max_records`.
+        """
         return min(self.mean_records, self.max_records / self.cohort)
 
     def schedule(self, choice: CohortChoice) -> Schedule:
@@ -123,16 +129,17 @@ class Federation:
         return find_sigma(rounds, self.epsilon, self.delta)
 
     def noise(self, sigma: float, batch: float) -> float:
-        """Return the noise of the whole run on one coordinate, in units of the clip norm C.
+        """Return the noise of the whole run on one coordinate, in units of the clip norm.
 
-        It is the standard deviation of the average over all T K S mean gradients of the run.
+        It is the noise's standard deviation in the average of all mean gradients of the run: one
+        for each round, local step and client of the round.
         """
         rate = batch / self.mean_records
         mean_square = float(np.mean([(rate * size) ** -2 for size in self.records]))
         return sigma * math.sqrt(mean_square / (self.rounds * self.local_steps * self.cohort))
 
     def batch(self, choice: CohortChoice) -> int:
-        """Return the automatic batch for this choice of cohorts."""
+        """Return the automatic batch size, given how the clients of each round are chosen."""
         return automatic_batch(
             lambda batch: self.sigma(choice, batch) / batch, self.mean_records, self.largest_batch
         )
@@ -140,11 +147,13 @@ class Federation:
 
 @dataclass(frozen=True)
 class Choice:
-    """One possible plan.
+    """One possible privacy plan of a federation.
 
+    cohorts      how the clients of each round are chosen
     most_rounds  largest number of rounds of a client
     sigma        noise multiplier that the target epsilon needs
-    noise        noise of the whole run on one coordinate, in units of C, as `Federation.noise`
+    noise        noise of the whole run on one coordinate, in units of the clip norm, as
+                 `Federation.noise`
     computed     expected number of per-record gradients in the whole run
     """
 
@@ -162,8 +171,8 @@ class Choice:
 class FederationPlan:
     """Possible plans for a federation, and the recommended one.
 
-    choices       plans with other batches and other choices of cohorts
-    alternatives  plans with other numbers of rounds or local steps, each with its own batch
+    choices       plans that differ in the batch size, or in how each round's clients are chosen
+    alternatives  plans with other numbers of rounds or local steps, each with its own batch size
     limits        sentences that say what limits the accuracy
     """
 
@@ -195,7 +204,7 @@ class FederationPlan:
 
     @property
     def settings(self) -> dict[str, dict[str, float | int | str]]:
-        """The recommended numbers as tables of a configuration."""
+        """The numbers of the recommended plan as tables of a configuration."""
         federation = self.federation
         return {
             "privacy": {
@@ -213,7 +222,7 @@ class FederationPlan:
 
     @property
     def configuration(self) -> dict[str, dict[str, Any]]:
-        """The recommended configuration: `settings`, and the recipe of DP-FedAdamW."""
+        """The recommended configuration: `settings`, and the other settings of DP-FedAdamW."""
         tables: dict[str, dict[str, Any]] = {"algorithm": {"name": self.federation.algorithm}}
         if self.federation.algorithm == METHOD:
             tables = recipe()
@@ -225,11 +234,12 @@ class FederationPlan:
 def federation_of(
     records: Sequence[int], clients: int | None, cohort: int | None, **numbers: Any
 ) -> Federation:
-    """Return the federation with the usual values for numbers that are None.
+    """Return the federation with these numbers, and with default values for numbers that are None.
 
-    records  records of each client; a single number is for every client
+    records  number of records of each client; a single number holds for every client
     clients  number of clients
     cohort   clients in each round; by default all of up to 20 clients, else a tenth
+    numbers  further fields of `Federation`
     """
     if clients is not None and len(records) not in (1, clients):
         raise DpfedError(f"{len(records)} numbers of records were given for {clients} clients")
@@ -243,7 +253,10 @@ def federation_of(
 def choice_of(
     federation: Federation, cohorts: CohortChoice, batch: float, exact: bool = False
 ) -> Choice:
-    """Return one plan; its sigma is an estimate unless `exact`."""
+    """Return one possible plan for the federation; its sigma is an estimate unless `exact`.
+
+    cohorts  how the clients of each round are chosen
+    """
     sigma = federation.sigma(cohorts, batch, exact)
     return Choice(
         cohorts,
@@ -285,7 +298,7 @@ def plan_federation(
 
 
 def _cohorts(federation: Federation) -> tuple[CohortChoice, ...]:
-    # If all clients take part in every round, both choices are the same.
+    # If all clients take part in every round, "balanced" and "uniform" are the same.
     return ("balanced", "uniform") if federation.cohort < federation.clients else ("balanced",)
 
 
@@ -326,7 +339,7 @@ def _limits(federation: Federation, recommended: Choice) -> list[str]:
 
 
 def lines_of(plan: FederationPlan) -> list[str]:
-    """Return the table, the limits and the recommended configuration as lines of text."""
+    """Return the plan as lines of text: a table, sentences on limits, and a configuration."""
     federation = plan.federation
     own = plan.recommended
     lines = [

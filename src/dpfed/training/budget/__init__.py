@@ -1,1 +1,1 @@
-"""The privacy spending of a run: plan it, charge it round by round, and read it from the ledger."""
+"""The privacy spending of a run: plan it, write it to the ledger each round, and read it again."""

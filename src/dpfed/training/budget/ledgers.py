@@ -1,4 +1,4 @@
-"""Open or create the privacy ledger of a run or of a real client.
+"""Open or create the privacy ledger (the file of all privacy spending) of a run or a real client.
 
 The ledger of a run contains the run's statement: everything that its epsilon depends on, fixed
 before round 1.
@@ -25,19 +25,20 @@ from dpfed.training.job.job import Job
 
 # File name of a real client's ledger in its state folder.
 OWN_LEDGER = "ledger.db"
-# Client name of rows that add rounds to the statement and charge nothing. In these rows, `steps` is
-# a number of rounds. `round` is the least number of clients from which their cohorts are drawn.
+# Client name of rows that add rounds to a run's plan and cost no privacy. In such a row, `steps` is
+# a number of rounds, and `round` is the least number of clients to draw from in these rounds.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
-# Keys that statements of earlier versions lack, with the values that hold for these statements.
+# Keys that the ledgers of earlier versions lack, with the values that hold for these ledgers.
 ADDED = {"cohort_choice": "uniform", "max_rounds_per_client": "auto"}
 
 
 def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool = False) -> Ledger:
     """Return the open ledger of the run `name`; create it with the run's statement if missing.
 
-    An existing ledger is verified. It is refused if its statement differs from the run's statement.
-    If the run has more rounds than the ledger states, they are added to the ledger.
+    The statement has everything that the run's epsilon depends on. An existing ledger is verified.
+    It is refused if its statement differs from the run's statement. If the run has more rounds than
+    the ledger states, they are added to the ledger.
 
     released  True if a round was charged before, so that a missing ledger is an error
     """
@@ -59,7 +60,8 @@ def run_ledger(job: Job, budget: Budget, path: Path, name: str, released: bool =
 def client_ledger(state: Path, name: str, delta: float, unit: str, released: bool) -> Ledger:
     """Return the open ledger in a real client's state folder; create it if missing.
 
-    unit      name of the protected unit
+    name      name of the client
+    unit      name of the protected unit, such as "record"
     released  True if the client has answered a server before; a missing ledger is then an error
     """
     lost = "what this client has spent: put it back" if released else None
@@ -76,7 +78,8 @@ def _open_or_create(
 ) -> Ledger:
     """Return the open ledger at `path`; create it with `statement` if missing.
 
-    lost  end of the error message for a missing ledger; None to create a missing ledger instead
+    lost       end of the error message if the ledger must exist and is missing; None: create it
+    statement  facts that a new ledger stores
     """
     if path.exists():
         return Ledger.open(path, run=run, client=client)
@@ -86,7 +89,7 @@ def _open_or_create(
 
 
 def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
-    """Return the run's statement as JSON values, to be stored in its ledger.
+    """Return everything that the run's epsilon depends on, as JSON values for its ledger.
 
     The epsilon of the run can then be computed without any other file.
     """
@@ -111,11 +114,11 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
 
 
 def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
-    # Do not compare `eligible`, because it is the one key that changes when rounds are added.
+    # Do not compare `eligible` (numbers of clients and rounds): it changes when rounds are added.
     compared = statement.keys() - {"eligible"}
     if ledger.meta.get("uncounted") is False:
-        # Do not compare a recorded False. Earlier versions wrote False also for local weights
-        # without a spending record.
+        # Do not compare `uncounted` if the ledger has False: earlier versions wrote False even if
+        # a run began with weights of unknown privacy spending.
         compared -= {"uncounted"}
     for key in statement:
         if key in compared and ledger.meta.get(key, ADDED.get(key)) != statement[key]:
@@ -130,7 +133,10 @@ def no_statement(name: object) -> DpfedError:
 
 
 def stated_schedule(ledger: Ledger) -> Schedule:
-    """Return how often clients take part, as the ledger states it, with all added rounds."""
+    """Return the schedule of the run (rounds, cohort size) that its ledger states.
+
+    Rounds that were added to the run later are included.
+    """
     meta = {**ADDED, **ledger.meta}
     max_rounds = meta["max_rounds_per_client"]
     return Schedule(
@@ -144,10 +150,10 @@ def stated_schedule(ledger: Ledger) -> Schedule:
 
 
 def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
-    """Return all rounds that the ledger plans, as pairs (number of clients, number of rounds).
+    """Return all rounds that the ledger states, as pairs (number of clients, number of rounds).
 
-    Each pair covers consecutive rounds. Their cohorts are drawn from at least this many clients.
-    If rounds were added later, the pairs come from the last addition, which covers all rounds.
+    Each pair covers consecutive rounds, whose clients are drawn from at least this many clients.
+    If rounds were added to the run later, the last addition states all rounds again.
     """
     extensions: dict[int, list[tuple[int, int]]] = {}
     for row in ledger.rows():
@@ -158,7 +164,7 @@ def stated_rounds(ledger: Ledger) -> list[tuple[int, int]]:
 
 
 def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
-    """Record additional rounds in the ledger before any of them is charged.
+    """Write additional rounds of the run to its ledger, before any of these rounds begins.
 
     Raise DpfedError if the run does not begin with the rounds that the ledger states.
     """
@@ -182,8 +188,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
             f"the ledger {ledger.path} was written for another plan: "
             "this is not the run it belongs to"
         )
-    # Write void rows: they cost no privacy, but the hash chain protects them like charges. One
-    # transaction writes all of them, so a crash leaves all rows or none.
+    # Write the new rounds as void rows: they cost no privacy, but hashes protect them like charges.
+    # One transaction writes all of them, so a crash leaves all rows or none.
     part = f"of {len(new)} rounds"
     kind = job.plan.mechanism(0)
     ledger.charge(
@@ -192,11 +198,11 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
 
 
 def with_recorded_noise(job: Job, path: Path) -> Job:
-    """Return the job with the noise multipliers that the ledger of a calibrated run records.
+    """Return the job with the noise multipliers that the run's ledger records.
 
-    Another version of dpfed may calibrate slightly different multipliers for the same target. A
-    resumed run keeps its first multipliers, so that oracle, ledger and statement agree exactly.
-    Without a target epsilon or a ledger, the job is returned unchanged.
+    Another version of dpfed may compute slightly different multipliers for the same target epsilon.
+    A resumed run keeps its first multipliers, so that noise and ledger agree exactly. Without a
+    target epsilon or a ledger, the job is returned unchanged.
     """
     if job.config.privacy.target_epsilon is None or not path.exists():
         return job
@@ -207,7 +213,11 @@ def with_recorded_noise(job: Job, path: Path) -> Job:
 
 
 def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
-    """Raise DpfedError if the recorded noise is too small for the target epsilon."""
+    """Raise DpfedError if the noise that the ledger records is too small for the target epsilon.
+
+    multipliers  recorded noise multiplier of each client
+    path         path of the ledger
+    """
     privacy = job.config.privacy
     schedule = job.schedule
     lower = multipliers < job.plan.multipliers
@@ -227,9 +237,10 @@ def _require_target(job: Job, multipliers: np.ndarray, path: Path) -> None:
 def recorded_multipliers(plan: Plan, ledger: Ledger) -> np.ndarray:
     """Return the noise multiplier of each client as the ledger records it.
 
-    Clients of equal rate have equal noise, so the ledger is searched for the client's rate. If a
-    plan has very many rates, the statement has rounded rates. The charges have the exact rates. If
-    recorded and planned multiplier differ by a relative 1e-4 or more, return the planned one.
+    Clients of equal sampling rate have equal noise, so the noise is found by the rate. The ledger
+    states rates and noise at its beginning, rounded if there are very many, and exactly in each
+    charge. If the recorded and the planned multiplier differ by a relative 1e-4 or more, return the
+    planned one.
     """
     try:
         noise_of_rate = {float(rate): float(noise) for rate, noise in ledger.meta["kinds"]}

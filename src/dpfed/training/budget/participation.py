@@ -1,4 +1,8 @@
-"""Choose the cohort of a round from public counts only: requests so far, budgets and the cap."""
+"""Choose the clients that take part in a round (the cohort), from public numbers only.
+
+The public numbers are each client's requests so far, its privacy budget and its largest number of
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ def eligible_clients(
 ) -> np.ndarray:
     """Return the numbers of the clients that may take part in another round.
 
-    requests  number of rounds that each client was asked for so far, answered or not, `[N]`
+    requests  number of rounds that each of N clients was asked for so far, answered or not, `[N]`
     cap       largest number of rounds of a client; None for no cap
     limits    number of rounds that the privacy budget allows each client, `[N]`; None for no budget
     """
@@ -33,8 +37,9 @@ def choose_cohort(
 ) -> list[int]:
     """Return the sorted numbers of `size` eligible clients, or of all of them if they are fewer.
 
-    A balanced choice takes the clients with the fewest requests; ties are broken uniformly at
-    random. A uniform choice ignores the requests.
+    requests  number of rounds that each client was asked for so far
+    choice    "balanced": take the clients with the fewest requests, and break ties at random;
+              "uniform": ignore the requests
     """
     size = min(size, len(eligible))
     if choice == "uniform":

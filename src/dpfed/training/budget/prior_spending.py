@@ -33,10 +33,10 @@ MOST_NOISE = 1e9
 
 @dataclass(frozen=True)
 class SpendingRecord:
-    """A spending record whose values were checked.
+    """The privacy that the training of weights has cost, read from a file and checked.
 
-    release    kind of protection, as in the result of the run
-    unit       protected unit; None for a run without privacy
+    release    text on the protection of the training, from "release" in the run's result
+    unit       name of the protected unit; None for a run without privacy
     prior      all mechanisms of the training, with the number of steps of each
     uncounted  True if a part of the training had no privacy or no record; `prior` lacks this part
     text       the record as JSON text, unchanged
@@ -50,10 +50,10 @@ class SpendingRecord:
 
 
 def spending_of(release: str, realised: Planned | None) -> dict[str, Any]:
-    """Return the content of a spending record as JSON values.
+    """Return the content of a spending record (the privacy cost of a training) as JSON values.
 
-    release   kind of protection, as in the result of the run
-    realised  the mechanisms of the plan, with the number of charged rounds; None without privacy
+    release   text on the protection of the training, from "release" in the run's result
+    realised  the run's plan, with the number of rounds that were charged; None without privacy
     """
     history = [] if realised is None else realised.bound
     return {
@@ -96,15 +96,15 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (spending record, None), or (None, a name of weights whose user needs a warning).
+    """Return (spending record of the weights, None) or (None, name of weights without a record).
 
-    Both are None for public weights, which need no record.
+    The name is for a warning. For public weights, which need no record, return (None, None).
 
     start  path or hub name of the weights
     part   "model" or "adapter"
     """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
-        # Stop if the path is misspelt, so that the run does not silently begin with a new adapter.
+        # Without this check, a misspelt path would silently begin a run with a new adapter.
         remedy = "give a folder written by peft"
         raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
     try:
@@ -117,10 +117,14 @@ def _recorded_or_not(
 
 
 def _unrecorded(config: Config, start: str, part: str) -> str | None:
-    """Return a name of weights without a record, for a warning; None for public weights.
+    """Return a name, for a warning, of weights without a spending record; None for public weights.
 
-    Weights count as public only if they come from the hub and the head is new. A folder on this
-    machine may come from any training. A kept head may have been trained on private data.
+    Weights count as public only if they come from the Hugging Face hub and the model's head is new.
+    A folder on this machine may come from any training. A head that is kept from the weights may
+    have been trained on private data.
+
+    start  path or hub name of the weights
+    part   "model" or "adapter"
     """
     if part == "model" and getattr(config.model, "head", "new") == "kept":
         return f"the kept head of {start}"
@@ -130,10 +134,11 @@ def _unrecorded(config: Config, start: str, part: str) -> str | None:
 
 
 def served_prior_spending(config: Config) -> PriorSpending:
-    """Return the prior spending of a server's run, with the cost of counts on held-out records.
+    """Return the prior spending of a server's run, with the cost of evaluations at the clients.
 
-    A client trains on some records and holds others out for evaluation. Nobody else knows which
-    ones, so the cost of the noised counts is added for every record, as in the clients' ledgers.
+    A client trains on some records and holds others out for evaluation, which releases noised
+    counts. Nobody else knows which records are held out. The cost of these counts is therefore
+    added for every record, as in the clients' ledgers.
     """
     past = prior_spending_of(config)
     section = config.federation
@@ -153,8 +158,8 @@ def served_prior_spending(config: Config) -> PriorSpending:
 def record_of(start: str) -> SpendingRecord | None:
     """Return the spending record of a folder, a weights file or a hub model; None if it has none.
 
-    Raise DpfedError if `start` has several records that differ. The larger record cannot be
-    chosen, because delta and the later rounds decide which record costs more.
+    Raise DpfedError if `start` has several records that differ. It is not possible to use the
+    record with the larger cost, because delta and the later rounds decide which one costs more.
     """
     path = Path(start).expanduser()
     texts = _local_records(path) if path.exists() else _hub_records(start)
@@ -173,13 +178,13 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # Use lexists, because a broken link must count as a damaged record, not as no record.
+    # `exists` would be False for a broken link, which must count as a damaged record.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 
 
 def _hub_records(name: str) -> dict[str, str]:
-    """Return the text of each spending record of a hub model, by the file that contains it."""
+    """Return the texts of all spending records of a hub model, by the file that contains them."""
     texts: dict[str, str] = {}
     silent: HubSilentError | None = None
     try:
@@ -200,7 +205,7 @@ def _hub_records(name: str) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: str) -> None:
-    """Write the record into `dpfed.json` and into each safetensors file of a folder."""
+    """Write a spending record into `dpfed.json` and into each safetensors file of a folder."""
     write_file(folder / SPENDING, lambda file: file.write(record.encode()))
     embed(folder, record)
 
@@ -217,9 +222,11 @@ def _damaged(where: str) -> DpfedError:
 
 
 def checked(text: str, where: str) -> SpendingRecord:
-    """Return the record in `text`; raise DpfedError for values that no real run can have written.
+    """Return the spending record in a JSON text after checking its values.
 
-    `where` names the place of the text in the error message.
+    Raise DpfedError for values that no run can have written.
+
+    where  name of the text's source for the error message, such as a path
     """
     try:
         stored = json.loads(text)
@@ -253,8 +260,12 @@ def checked(text: str, where: str) -> SpendingRecord:
 def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
     """Raise DpfedError if the cost in the record cannot be added to the cost of this run.
 
-    The costs cannot be added if protected unit or sampling differ. A run with real noise must not
-    start from weights with seeded noise, because anybody with the seed can remove this noise.
+    The costs cannot be added if the protected unit or the sampling differs. A run with real noise
+    must not start from weights that were trained with seeded noise: anybody with the seed can
+    remove that noise.
+
+    start   path or hub name of the weights that the run starts from
+    record  spending record of these weights
     """
     unit = config.data.unit_column or "record"
     privacy = config.privacy
@@ -281,9 +292,9 @@ def refuse_unfit(config: Config, start: str, record: SpendingRecord) -> None:
 
 
 def refuse_target(config: Config, past: PriorSpending) -> None:
-    """Raise DpfedError if a run has a target epsilon although its start has already cost privacy.
+    """Raise DpfedError for a target epsilon if the weights that the run starts from cost privacy.
 
-    The total would exceed the target.
+    The cost of the weights and of the run together would exceed the target.
     """
     if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(

@@ -1,7 +1,7 @@
-"""Read the spending of a run or of a real client from its folder.
+"""Read the privacy spending of a run or of a real client from its folder.
 
-The spending is computed from the ledger. A server's run has no ledger, because each client keeps
-its own ledger. The spending of such a run is bounded from the run's configuration.
+The spending is computed from the privacy ledger. The run of a federation server has no ledger,
+because each client keeps its own. The spending of such a run is bounded from its configuration.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ REPEATED = "a round was attempted more than once, so it equals the server's figu
 
 @dataclass(frozen=True)
 class RecordedSpending:
-    """The spending of a run.
+    """The privacy spending of a run, read from its folder.
 
-    planned      the statement of the run, fixed before round 1
+    planned      everything that the run's epsilon depends on, fixed before round 1
     clients      number of clients N
     epsilons     each client's epsilon against the server, `[N]`
     rows         number of rows in the ledger
     seeded       True if the noise was repeatable, which protects nothing
-    void         reason why third_party equals the server's epsilon; None if third_party may be less
+    void         reason why the epsilon against a third party (somebody who sees only the global
+                 models) equals the epsilon against the server; None if it may be smaller
     most_rounds  largest number of rounds charged to a client; each attempt at a round counts
-    served       True for a server's run, whose clients are real
+    served       True for the run of a federation server, whose clients are real
     head         hash of the ledger's last row; None for a server's run, which has no ledger
     records      protected units of all clients, or an upper bound; None if unknown
     """
@@ -81,7 +82,7 @@ class RecordedSpending:
 
     @property
     def realised(self) -> Planned:
-        """The plan with the charged number of rounds, if retries made it larger than planned."""
+        """The plan, with the number of rounds that were charged if retries made it larger."""
         planned = self.planned
         if self.most_rounds <= planned.most_rounds:
             return planned
@@ -95,7 +96,7 @@ class RecordedSpending:
 
     @property
     def server_worst(self) -> float:
-        """The epsilon against the server: planned or charged, whichever is larger."""
+        """Largest epsilon of a client against the server: planned or charged, if that is larger."""
         return max(self.planned.server_worst, self.server_max)
 
     @property
@@ -105,11 +106,11 @@ class RecordedSpending:
 
 @dataclass(frozen=True)
 class OwnSpending:
-    """The spending of one real client over all its runs.
+    """The privacy spending of one real client over all runs in which it took part.
 
     epsilon, delta  the guarantee after everything charged so far
     runs, rows      number of different runs, and number of rows, in the client's ledger
-    void            number of rows of test mode, which cost nothing
+    void            number of rows that cost nothing, because they come from tests with seeded noise
     """
 
     client: str
@@ -152,7 +153,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending:
-    """Verify the whole ledger of a run and return the run's spending.
+    """Verify the whole ledger of a run and return the run's privacy spending.
 
     colluding  number of clients that tell others in which rounds they took part
     """
@@ -199,9 +200,10 @@ def read_recorded_spending(folder: Path, colluding: int = 0) -> RecordedSpending
 
 
 def _all_records(result: Mapping[str, Any], largest: int | None, clients: int) -> int | None:
-    """Return the number of units of all clients, or an upper bound for runs of older versions.
+    """Return the number of protected units (such as records) of all clients together.
 
-    The bound assumes that every client is as large as the largest. None if that is unknown.
+    Results of older versions do not state it. Return an upper bound then, as if all clients were as
+    large as the largest, or None if the largest is unknown.
     """
     stated = result.get("records")
     if isinstance(stated, int) and stated > 0:
@@ -210,24 +212,24 @@ def _all_records(result: Mapping[str, Any], largest: int | None, clients: int) -
 
 
 def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -> int | None:
-    """Return the number of units of the largest client, or None if it is unknown.
+    """Return the number of protected units (such as records) of the largest client.
 
-    It is estimated if the result of the run does not state it.
+    If the result of the run does not state it, it is estimated. Return None if that fails.
     """
     stated = result.get("largest_client")
     if isinstance(stated, int) and stated > 0:
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # batch / rate is a client's size, or the mean size if all clients have one rate. The
-        # largest client has the smallest rate.
+        # Batch size / sampling rate is a client's size, or the mean size if all clients have the
+        # same rate. The largest client has the smallest rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
 
 
 def _planned(folder: Path, ledger: Ledger, colluding: int) -> Planned:
-    """Return the ledger's statement with all added rounds, which the hash chain protects."""
+    """Return the plan that the ledger states, with all rounds that were added later."""
     meta = ledger.meta
     try:
         kinds = [
@@ -256,9 +258,13 @@ def _epsilons(
     planned: Planned,
     clients: int,
 ) -> np.ndarray:
-    """Return each client's epsilon against the server, `[clients]`; prior spending is included.
+    """Return each client's epsilon against the server, `[clients]`.
 
-    A client without charges has the epsilon of the prior spending alone.
+    It includes the privacy spent on the weights from which the run started. A client without
+    charges has the epsilon of these weights alone.
+
+    histories     mechanisms and steps that were charged, by client
+    rounds_taken  number of rounds that were charged, by client
     """
     prior = planned.prior
     epsilons = np.full(clients, epsilon(prior, planned.delta))
@@ -283,10 +289,14 @@ def _epsilons(
 def served_spending(
     folder: Path, seeded: bool, colluding: int = 0, sigma: float | list[float] | None = None
 ) -> RecordedSpending:
-    """Return an upper bound on the spending of a server's run, from its configuration.
+    """Return an upper bound on the privacy spending of a federation server's run.
 
-    The bound assumes that every client takes part in every round, up to its cap. `sigma` is the
-    noise multiplier in the result of a calibrated run.
+    The bound is computed from the configuration, because only the clients have ledgers. It assumes
+    that every client takes part in as many rounds as the configuration allows.
+
+    seeded     True if the noise was repeatable
+    colluding  number of clients that tell others in which rounds they took part
+    sigma      noise multiplier in the result of a run with a target epsilon
     """
     config = load(folder / CONFIG, [], registry())
     past = served_prior_spending(config)
@@ -316,10 +326,12 @@ def served_spending(
 
 
 def with_least_noise(plan: Plan, recorded: float | list[float] | None) -> Plan:
-    """Return the plan with the noise that a server's result records, if it is below the plan's.
+    """Return the plan with the noise that a server's result records, if that is less noise.
 
-    The run may have used less noise than this version calibrates for the same target epsilon. The
-    report must then state the epsilon of the smaller noise. Otherwise return the plan unchanged.
+    Another version of dpfed may have computed less noise for the same target epsilon. The report
+    must then state the epsilon of this smaller noise. Otherwise return the plan unchanged.
+
+    recorded  noise multiplier in the result, or (smallest, largest); None if the result has none
     """
     if recorded is None:
         return plan

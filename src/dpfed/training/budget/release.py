@@ -1,4 +1,4 @@
-"""Beginnings of the release note in run.json: without privacy, and with seeded noise."""
+"""First words of the note in run.json that says if the results of a run may be released."""
 
 NO_PRIVACY = "no privacy"
 SEEDED = "simulation"

@@ -1,8 +1,9 @@
-"""Add up the ledgers of one site: the spending of a record over several runs.
+"""Add up several privacy ledgers of one institution: the spending of a record over several runs.
 
-A record may be in every run, at any client of it. Each run counts with the rounds that its plan
-allows one client, even if it ended earlier: the moment of the end may depend on the results. A run
-that started from another listed run counts that one again, so the sum is an upper bound.
+A record may be in every run, at any of its clients. Each run counts with the number of rounds that
+its plan allows one client. This holds even if the run ended early, because the reason may be a
+result on private data. A run that started from the weights of another run counts that run too, so
+the sum is an upper bound.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ NOT_STATED = "not stated"
 
 @dataclass(frozen=True)
 class LedgerSpending:
-    """The spending in one ledger.
+    """The privacy spending that one ledger records.
 
     path       the folder, as the user gave it
-    owner      name of the run or of the client
-    created    time at which the ledger was made; no two ledgers of one owner have the same
+    owner      name of the run or of the client to which the ledger belongs
+    created    time at which the ledger was created; it differs for all ledgers of one owner
     unit       protected unit; NOT_STATED in older ledgers of clients
     history    mechanisms and steps that bound the spending of every record
     delta      delta of the ledger's guarantee
@@ -58,7 +59,7 @@ class LedgerSpending:
 
 @dataclass(frozen=True)
 class SiteSpending:
-    """The spending of one record over all ledgers, composed at one delta."""
+    """The largest privacy spending of one record over several ledgers together, at one delta."""
 
     ledgers: tuple[LedgerSpending, ...]
     epsilon: float
@@ -68,9 +69,11 @@ class SiteSpending:
 
 
 def read_site_spending(folders: Sequence[Path]) -> SiteSpending:
-    """Verify the ledgers in these folders and return what a record has spent in all.
+    """Verify the ledgers in these folders and return the privacy spending of a record in all.
 
-    A folder is that of a run, or the state folder of a client. The smallest of all deltas counts.
+    The result has the smallest delta of all ledgers.
+
+    folders  folders of runs, or state folders of clients
     """
     ledgers = tuple(map(_read, folders))
     _refuse_copies(ledgers)
@@ -132,7 +135,7 @@ def _of_run(folder: Path) -> LedgerSpending:
 
 
 def _refuse_copies(ledgers: Sequence[LedgerSpending]) -> None:
-    """Raise DpfedError if a ledger is given twice; an old copy must not be added to the newest."""
+    """Raise DpfedError if two of the ledgers are copies of the same ledger."""
     seen: dict[tuple[str, float], Path] = {}
     for ledger in ledgers:
         identity = (ledger.owner, ledger.created)
@@ -144,7 +147,10 @@ def _refuse_copies(ledgers: Sequence[LedgerSpending]) -> None:
 
 
 def _refuse_unequal(ledgers: Sequence[LedgerSpending]) -> None:
-    """Raise DpfedError if two ledgers protect different units, or differ in adjacency."""
+    """Raise DpfedError if the epsilons of two ledgers have different meanings.
+
+    Their protected units differ, or their neighbouring data sets (adjacency).
+    """
     first, *others = ledgers
     for ledger in others:
         if NOT_STATED in (first.unit, ledger.unit):

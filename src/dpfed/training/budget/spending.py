@@ -1,4 +1,4 @@
-"""Track the spending of a run: the planned spending (statement), the charges and the budgets."""
+"""Track the privacy spending of a run: planned spending, charges in the ledger, and budgets."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from dpfed.privacy.published import show_setting
 from dpfed.training.budget.participation import eligible_clients
 from dpfed.training.job.job import Job
 
-# Largest number of different mechanisms in a statement. If a plan has more, `coarser` replaces
-# them by fewer mechanisms that cost at least as much.
+# Largest number of different mechanisms that a ledger states for a run. If a plan has more,
+# `coarser` replaces them by fewer mechanisms that cost at least as much privacy.
 MOST_KINDS = 500
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The statement of a run, fixed before round 1, and the rounds that each client can afford.
+    """The planned privacy spending of a run, fixed before round 1, and the limits of its clients.
 
     planned   mechanisms, rounds and delta, from which all epsilons are computed
-    eligible  pairs (least number of clients to draw a cohort from, number of rounds), in the
-              order of rounds. Client budgets reduce the number of clients. The cap on rounds
-              does not: with a cap, the third party's epsilon does not depend on this number.
+    eligible  pairs (least number of clients to draw from, number of rounds), in the order of
+              rounds. Spent privacy budgets reduce the number of clients. A cap on each client's
+              rounds is not considered: with a cap, no epsilon depends on this number.
     limits    number of rounds that the privacy budget allows each client; None without a budget
     """
 
@@ -53,7 +53,7 @@ class Budget:
     def check(self) -> None:
         """Raise DpfedError if the plan has no finite epsilon.
 
-        The check comes before anything is written or released.
+        Call this before anything is written or released.
         """
         if not all(map(math.isfinite, (self.planned.server_worst, self.planned.third_party))):
             raise DpfedError(
@@ -70,11 +70,11 @@ def budget_of(
     colluding: int = 0,
     past: PriorSpending = NO_PRIOR_SPENDING,
 ) -> Budget:
-    """Return the statement of a plan, and the rounds that each client's budget allows.
+    """Return the planned privacy spending of a run, and the limits of its clients.
 
     budget     largest epsilon that a client may spend; None for no limit
     colluding  number of clients that tell others in which rounds they took part
-    past       earlier spending, which is added to the spending of every client
+    past       privacy spent before the run, which is added to the spending of every client
     """
     kinds, kind_of_client = plan.kinds()
     if len(kinds) > MOST_KINDS:
@@ -106,7 +106,11 @@ def budget_of(
 def _rounds_within(
     kind: Mechanism, schedule: Schedule, delta: float, budget: float, past: PriorSpending
 ) -> int:
-    """Return the largest number of rounds with this mechanism that the budget allows."""
+    """Return the largest number of rounds with this mechanism that a privacy budget allows.
+
+    budget  largest epsilon that a client may spend
+    past    privacy spent before the run
+    """
 
     def cost(rounds: int) -> float:
         return epsilon([*past.prior, (kind, schedule.local_steps * rounds)], delta)
@@ -115,10 +119,10 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return a few mechanisms that bound those of all clients, and each client's index in the list.
+    """Return a few mechanisms that replace those of all clients, and the index of each client's.
 
-    Rates are rounded up and noise multipliers are rounded down. So a client's rounded mechanism
-    costs at least as much as its mechanism in the plan.
+    Rates are rounded up and noise multipliers are rounded down. A client's new mechanism therefore
+    costs at least as much privacy as its mechanism in the plan.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
@@ -132,9 +136,9 @@ def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
 
 @dataclass(frozen=True)
 class RoundsCharged:
-    """The numbers of rounds that were charged so far.
+    """The numbers of rounds that were charged to the privacy ledger so far.
 
-    rounds_taken  number of rounds of each client, `[N]`; a repeated attempt counts again
+    rounds_taken  number of rounds of each of N clients, `[N]`; a repeated attempt counts again
     attempts      number of attempts at each round, by the round's number
     """
 
@@ -143,9 +147,10 @@ class RoundsCharged:
 
 
 def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
-    """Return how many rounds and attempts a ledger has charged; void rows do not count.
+    """Return the numbers of rounds and attempts that a privacy ledger has charged.
 
-    Each transaction of the ledger is one attempt at a round.
+    Each transaction of the ledger is one attempt at a round. Void rows, which cost no privacy, do
+    not count.
     """
     rounds_taken = np.zeros(clients, dtype=np.int64)
     cohorts = set()
@@ -157,9 +162,10 @@ def rounds_charged(ledger: Ledger, clients: int) -> RoundsCharged:
 
 
 class Spending:
-    """Charges a run's ledger, applies the budgets and computes the epsilons.
+    """The privacy spending of a run: writes charges to its ledger and computes its epsilons.
 
-    Without privacy nothing is charged, and all epsilons are None.
+    It also finds the clients whose budgets allow another round. Without privacy nothing is
+    charged, and all epsilons are None.
     """
 
     def __init__(
@@ -170,8 +176,11 @@ class Spending:
         before: RoundsCharged | None = None,
         by_choice: bool = False,
     ) -> None:
-        """Continue after the rounds `before`, which a resumed run has already charged.
+        """Begin, or continue after the rounds that a resumed run has already charged.
 
+        budget     planned spending and limits; None without privacy
+        ledger     the run's ledger; None without privacy, and if clients keep their own ledgers
+        before     rounds charged before; None for a new run
         by_choice  True: clients decide if they take part, so participation is not random. Somebody
                    who sees only the global models then has the same epsilon as the server.
         """
@@ -192,10 +201,12 @@ class Spending:
         ledger: Ledger | None,
         rounds_saved: np.ndarray | None = None,
     ) -> Self:
-        """Return the spending of a run. `rounds_saved` has each client's rounds at the checkpoint.
+        """Return the spending of a new or resumed run.
 
-        Noise of the operating system never repeats, so every charged attempt counts. A repeated
-        round with seeded noise has the same noise again, so this round counts once.
+        Noise of the operating system never repeats, so every charged attempt at a round counts. A
+        repeated round with seeded noise has the same noise again, so this round counts once.
+
+        rounds_saved  number of rounds of each client at the checkpoint from which the run resumes
         """
         saved = None if rounds_saved is None else RoundsCharged(rounds_saved, {})
         if ledger is None:
@@ -234,15 +245,22 @@ class Spending:
         return " and ".join(limits)
 
     def charge(self, t: int, cohort: Sequence[int]) -> None:
-        """Charge a cohort. After this call the round's noised values may leave the oracle."""
+        """Write the charges of round t to the ledger, and wait until they are on disk.
+
+        After this call the round's noised values may be released.
+
+        cohort  numbers of the clients that take part in the round
+        """
         self.begin_charge(t, cohort)()
 
     def begin_charge(self, t: int, cohort: Sequence[int]) -> Callable[[], None]:
-        """Start to charge a cohort on another thread; return a function that waits for the ledger.
+        """Start to write the charges of round t on another thread; return a function that waits.
 
-        The returned function ends when the charge is on disk, and raises if the charge cannot be
-        written. Until it ends, nothing else may use the ledger, and no noised value may leave the
-        oracle.
+        The returned function ends when the charges are on disk, and raises an error if they cannot
+        be written. Until it ends, nothing else may use the ledger, and no noised value of the round
+        may be released.
+
+        cohort  numbers of the clients that take part in the round
         """
         self.rounds_taken[list(cohort)] += 1
         self._attempts[t] = self._attempts.get(t, 0) + 1
@@ -285,7 +303,7 @@ class Spending:
             return largest_epsilon(population, delta)
         kinds, kind_of_client = plan.kinds()
         if len(kinds) > MAX_EXACT_KINDS and prior:
-            # Do not use `coarser`: its larger epsilon might exceed the planned server_worst.
+            # Do not use `coarser` here: its larger epsilon could exceed the planned server_worst.
             return self._budget.planned.server(int(self.rounds_taken.max()))
         if len(kinds) > MAX_EXACT_KINDS:
             kinds, kind_of_client = coarser(plan)
@@ -306,9 +324,8 @@ class Spending:
         planned = self._budget.planned
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        # The smaller third_party epsilon assumes random participation. Repeated rounds are not
-        # random, and neither is the participation of clients that decide themselves.
-        # With a cap, a client's number of rounds is public.
+        # The planned third_party epsilon assumes secret, random participation. It does not hold
+        # with repeated rounds, clients that decide themselves, or a cap (public round counts).
         repeated = any(n > 1 for n in self._attempts.values())
         secret = not repeated and not self._by_choice and planned.cap is None
         return {

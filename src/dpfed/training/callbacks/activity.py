@@ -1,7 +1,7 @@
-"""The type `Activity`: progress inside a round, or before the first round, for display.
+"""The type `Activity`: the progress of work inside a round, or before the first round, for display.
 
-Progress is never counted in drawn records, because their number is private. All other counts are
-public, or they stay in the process that has the records.
+Progress is never counted in records of a drawn batch, because their number is private. All other
+counts are public, or they stay in the process that has the records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Activity:
-    """The progress of one kind of work.
+    """The progress of one kind of work, such as "local steps 3 of 20".
 
     name   name of the units of work, such as "local steps"
     done   number of completed units
@@ -33,4 +33,4 @@ OnActivity = Callable[[Activity], None]
 
 
 def ignore(activity: Activity) -> None:
-    """Do nothing, for a run that does not display its progress."""
+    """Do nothing with an activity, for a run that does not display its progress."""

@@ -1,4 +1,4 @@
-"""Progress bars: one of rich on a terminal, one of tqdm in a notebook."""
+"""Progress bars: drawn by the package rich on a terminal, and by tqdm in a notebook."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Bar(Protocol):
         """Print a line above the bar."""
 
     def update(self, **fields: Any) -> None:
-        """Change `completed`, `total` or texts of the bar."""
+        """Change the number `completed`, the number `total` or named texts of the bar."""
 
 
 class TerminalBar:
-    """A bar on a terminal, with the given columns of rich."""
+    """A progress bar on a terminal, with the given columns of the package rich."""
 
     def __init__(
         self, columns: Sequence[ProgressColumn], total: int | None, texts: dict[str, Any]
@@ -57,7 +57,7 @@ class TerminalBar:
 
 
 class NotebookBar:
-    """A bar in a notebook: a widget where ipywidgets is installed, a line of text elsewhere."""
+    """A progress bar in a notebook: a widget if ipywidgets is installed, else a line of text."""
 
     def __init__(self, total: int | None, texts: dict[str, Any]) -> None:
         self._total = total
@@ -67,7 +67,7 @@ class NotebookBar:
 
     def start(self) -> None:
         with warnings.catch_warnings():
-            # Hide the advice to install ipywidgets: without it tqdm draws a line of text.
+            # Hide tqdm's advice to install ipywidgets: without it tqdm draws a line of text.
             warnings.simplefilter("ignore", TqdmWarning)
             self._bar = tqdm(total=self._total, leave=True)
 
@@ -92,7 +92,7 @@ class NotebookBar:
 def bar_for(
     columns: Sequence[ProgressColumn], total: int | None, texts: dict[str, Any]
 ) -> Bar | None:
-    """Return a bar for the notebook or terminal; None if stderr is neither, such as a file."""
+    """Return a progress bar for a notebook or terminal; None if stderr is neither (a file)."""
     if in_notebook():
         return NotebookBar(total, texts)
     if Console(stderr=True).is_terminal:
@@ -101,6 +101,6 @@ def bar_for(
 
 
 def in_notebook() -> bool:
-    """Return True in the kernel of a notebook."""
+    """Return True if this process is the kernel of a notebook."""
     shell = getattr(builtins, "get_ipython", None)
     return shell is not None and type(shell()).__name__ == NOTEBOOK_SHELL

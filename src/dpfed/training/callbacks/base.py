@@ -11,10 +11,10 @@ from dpfed.training.rounds import Progress, Round
 
 
 class Callback:
-    """Base class that does nothing. Override the methods of the events that you need.
+    """Base class of objects that a run calls at its events, such as the end of a round.
 
-    An exception in a callback ends the run. The ledger is not a callback, because the round loop
-    must charge it before each round.
+    Its methods do nothing: override those that you need. An exception in a callback ends the run.
+    The privacy ledger is not a callback, because it must be charged before each round.
     """
 
     def on_start(self, job: Job) -> None:
@@ -27,7 +27,7 @@ class Callback:
         """Called after each completed round; round 0 is the evaluation before training."""
 
     def on_checkpoint(self, progress: Progress) -> None:
-        """Called when a checkpoint of this progress is due."""
+        """Called after a round when a checkpoint of this progress should be written."""
 
     def on_end(self, result: dict[str, Any]) -> None:
         """Called with the result after the last round; not called if the run stops early."""
@@ -37,7 +37,7 @@ class Callback:
 
 
 class OnStart(Callback):
-    """A callback that calls one function with the job before the first round."""
+    """A callback that calls one function with the job (the prepared run) before the first round."""
 
     def __init__(self, function: Callable[[Job], None]) -> None:
         self._function = function

@@ -13,16 +13,17 @@ from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
 
-# Least number of seconds between two checkpoints of a simulation on a GPU. Rounds there may
-# take less time than writing a checkpoint.
+# Least number of seconds between two checkpoints of a simulation on a GPU, where a round may take
+# less time than writing a checkpoint.
 MIN_INTERVAL_S = 1.0
 
 
 class CheckpointWriter(Callback):
     """Callback that writes a checkpoint whenever one is due.
 
-    The checkpoint contains the server's state, client memory, the number of rounds that each client
-    took part in, and the state of a remote backend.
+    The checkpoint contains the server's state, the vectors that clients keep between rounds, and
+    the number of rounds that each client took part in. If the clients run on other machines, it
+    also contains what the server must remember about them (see `RemoteBackend.after`).
     """
 
     def __init__(
@@ -39,20 +40,20 @@ class CheckpointWriter(Callback):
 
     def on_checkpoint(self, progress: Progress) -> None:
         known = self._remote.after(progress.t, progress.state) if self._remote else None
-        # Wait for the disk before the next round if clients are remote. They can repeat only their
-        # last message, so a restarted server must not need an earlier message.
+        # If clients are on other machines, wait until the checkpoint is on disk: they can repeat
+        # only their last message, so a restarted server must not need an earlier one.
         wait = self._remote is not None
         rounds_taken = self._spending.rounds_taken
         self._checkpoints.save(progress, rounds_taken, known, self._folder.sync, wait=wait)
 
 
 def checkpoints_due(job: Job, clock: Callable[[], float] = time.monotonic) -> Callable[[int], bool]:
-    """Return a function that takes the number of a round and returns True if a checkpoint follows.
+    """Return a function from a round's number to True if a checkpoint follows this round.
 
     Call the function once for each round, in order. By default every round with real noise has a
     checkpoint, because a repeated round would cost privacy again.
 
-    clock  returns the time in seconds
+    clock  function that returns the time in seconds
     """
     run = job.config.run
     every = run.checkpoint_every

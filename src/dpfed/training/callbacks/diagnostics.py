@@ -1,8 +1,9 @@
 """Diagnostics of simulated clients (`run.diagnostics = true`), one line per round in a file.
 
     spread of v   variance over clients of Adam's second moment v, mean over coordinates
-    shift of √v   histograms of |m| and √v̂ of Adam; noise alone gives √v = σC/B
-    drift         root mean square distance of the clients from their mean after a round
+    shift of √v   histograms of Adam's moments |m| and √v̂; noise alone gives √v = σC/B, for noise
+                  multiplier σ, clip norm C and batch size B
+    drift         root mean square distance of the clients' parameters from their mean after a round
 
 Diagnostics read the states of the clients without protection, so they exist for simulations only.
 """
@@ -32,12 +33,12 @@ FILE = "diagnostics.jsonl"
 BINS = 120
 # Range of log10(√v) and log10(|m|) in the histograms, which cover values from 1e-9 to 10.
 DECADES = (-9.0, 1.0)
-# Number of rounds with histograms; they are evenly spread over the run.
+# Number of rounds with histograms. These rounds are evenly spread over the run.
 POINTS = 5
 
 
 def refuse_real_noise(config: Config) -> None:
-    """Raise DpfedError if diagnostics are on and noise is real: diagnostics are not private."""
+    """Raise DpfedError if a run with real noise asks for diagnostics, which are not private."""
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
             "run.diagnostics reads the clients' states and cannot be released: "
@@ -46,7 +47,10 @@ def refuse_real_noise(config: Config) -> None:
 
 
 class Diagnostics(Callback):
-    """Callback that adds up the client states of a round and writes one line after the round."""
+    """Callback that writes one line of diagnostics after each round.
+
+    During the round it adds up statistics of the clients' states.
+    """
 
     def __init__(self, folder: Path, job: Job) -> None:
         refuse_real_noise(job.config)
@@ -62,7 +66,7 @@ class Diagnostics(Callback):
         self._phi = 0.0
 
     def watch(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
-        """Add the states of a fleet's clients after their local steps."""
+        """Add these clients' states after their local steps to the statistics of the round."""
         local = result.states
         self._count += len(clients)
         self._phi += float(ctx.phi.double().sum())
@@ -84,7 +88,7 @@ class Diagnostics(Callback):
                 self._bins[name] = self._bins[name] + bins if name in self._bins else bins
 
     def on_round(self, round: Round) -> None:
-        """Write the line of the round, unless no client took part.
+        """Write the line of diagnostics of the round, unless no client took part.
 
         A resumed run may write a second line for a round; readers use the last line.
         """
@@ -120,7 +124,7 @@ class Diagnostics(Callback):
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _variance(self, name: str) -> Tensor:
-        """Return the variance over clients of each coordinate of a vector, `[P]`."""
+        """Return the variance over clients of each of the P coordinates of a vector, `[P]`."""
         mean = self._sums[name] / self._count
         return (self._sums[f"{name}²"] / self._count - mean.square()).clamp_min(0)
 

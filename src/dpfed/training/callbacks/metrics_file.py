@@ -8,7 +8,10 @@ from dpfed.training.run_folder.folder import RunFolder
 
 
 class MetricsFile(Callback):
-    """Callback that writes metrics, and keeps the first and the last reported round in `rounds`."""
+    """Callback that writes the metrics of each round to the file `metrics.jsonl`.
+
+    It keeps the first and the last round of the run in `rounds`.
+    """
 
     def __init__(self, folder: RunFolder, rounds: list[Round]) -> None:
         self._folder = folder

@@ -26,14 +26,19 @@ from dpfed.training.messages.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
-# Seconds without output after which a plain log prints the current activity.
+# Seconds without output after which a log without a progress bar prints the current activity.
 SILENCE_S = 10.0
-# Approximate number of rounds that a plain log prints.
+# Approximate number of rounds of a run that a log without a progress bar prints.
 ROUND_LINES = 10
 
 
 class Display:
-    """A progress bar on a terminal or in a notebook; elsewhere only the lines of `say`."""
+    """A progress bar on a terminal or in a notebook; elsewhere only plain lines of text.
+
+    columns  columns of the bar on a terminal
+    total    number at which the bar is full; None if unknown
+    texts    named texts beside the bar
+    """
 
     def __init__(self, columns: list[ProgressColumn], total: int | None, **texts: str) -> None:
         self._bar = bar_for(columns, total, texts)
@@ -56,7 +61,7 @@ class Display:
                 print(line, file=sys.stderr, flush=True)
 
     def _update(self, **fields: Any) -> bool:
-        """Change fields of the bar; return False if there is no bar."""
+        """Change numbers or texts of the progress bar; return False if there is no bar."""
         if self._bar is None:
             return False
         self._bar.update(**fields)
@@ -67,7 +72,7 @@ class ProgressDisplay(Display, Callback):
     """Callback that shows rounds and the work inside them on stderr; stdout is for results.
 
     rounds         number of rounds of the run
-    clock          returns the time in seconds
+    clock          function that returns the time in seconds
     show_warnings  True: print the job's warnings before round 1
     """
 
@@ -97,7 +102,7 @@ class ProgressDisplay(Display, Callback):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines, and restart the clock that measures the time without output."""
+        """Print lines on stderr, and measure the time without output from now on."""
         self._last_line = self._clock()
         super().say(*lines)
 
@@ -108,7 +113,7 @@ class ProgressDisplay(Display, Callback):
             self.say(*warning_lines(job.warnings))
 
     def on_activity(self, activity: Activity) -> None:
-        """Show progress inside a round; a plain log shows it after SILENCE_S without output."""
+        """Show progress inside a round; without a bar, only after SILENCE_S without output."""
         if self._update(activity=str(activity)):
             return
         if self._clock() - self._last_line >= SILENCE_S:
@@ -116,7 +121,7 @@ class ProgressDisplay(Display, Callback):
             self.say(f"{place}{activity}")
 
     def on_round(self, round: Round) -> None:
-        """Show a completed round; a plain log prints only about ROUND_LINES rounds of a run."""
+        """Show a completed round; without a bar, print only about ROUND_LINES rounds of a run."""
         shown = {}
         if round.loss is not None:
             shown["score"] = round_score(round, self._task_name)
@@ -141,7 +146,7 @@ def round_score(round: Round, task: str) -> str:
 
 
 def summary(job: Job) -> list[str]:
-    """Return lines of text that state the sizes, the traffic and the privacy of a run."""
+    """Return lines of text on a run: its clients and rounds, model, traffic and privacy."""
     plan, schedule = job.plan, job.schedule
     sent = traffic(job.algorithm, job.space, job.config.federation)
     privacy = "NO PRIVACY: noise is off, nothing that leaves a client is protected"

@@ -1,8 +1,9 @@
-"""Select the values of a run that may be published, for public pages and trackers.
+"""Select the values of a run that may be published, for public pages and experiment trackers.
 
-The third-party epsilon holds only while these are secret: the seed, the cohorts, and each client's
-epsilon and number of rounds (docs/privacy.md, "Two observers"). Therefore this module lists the
-public fields. A new field of a run is private until it is added here.
+The epsilon against a third party, who sees only the global models, holds only while these are
+secret: the seed, the clients of each round, and each client's epsilon and number of rounds
+(docs/privacy.md, "Two observers"). Therefore this module lists the public fields. A new field of a
+run is private until it is added here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ PUBLIC_RESULT_KEYS = (
     "versions",
     "python",
 )
-# Planned epsilons. The epsilon server_max is secret, because it is the spending of one client.
+# Names of the planned epsilons, which are public. The epsilon server_max is secret, because it is
+# what a single client has spent.
 FIGURES = ("server_worst", "third_party")
 # Secret settings: the seed determines who takes part, the others name folders and clients.
 HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
@@ -65,7 +67,10 @@ LEFT_OUT = (
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one table with dotted keys, each preceded by `prefix`."""
+    """Return nested tables as one table with dotted keys such as "run.rounds".
+
+    prefix  text before every key
+    """
     out: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
@@ -124,8 +129,9 @@ def public_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def public_metrics(round: Round, planned: Planned | None) -> dict[str, float]:
     """Return the public metrics of a round: test scores, clip norm and planned epsilon.
 
-    A metric is left out if its value is missing or not finite. Without `planned`, epsilon is left
-    out too.
+    A metric is left out if its value is missing or not finite.
+
+    planned  the plan of the run, from which epsilon is computed; None for a run without privacy
     """
     found: dict[str, float | None] = {
         "accuracy": round.accuracy,

@@ -1,10 +1,10 @@
-"""Trackers of `run.trackers`: TensorBoard, MLflow and Weights & Biases.
+"""Experiment trackers of the setting `run.trackers`: TensorBoard, MLflow and Weights & Biases.
 
 A tracker gets three calls: `start(settings)` with the first round, `log(round, metrics)` and
 `finish()`. It receives only values that may be published (see `public_figures`): no seed, no
-cohort, nothing about single clients. Nothing leaves the machine by default. MLflow writes into the
-run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works offline unless WANDB_MODE is
-set.
+list of the clients in a round, nothing about single clients. Nothing leaves the machine by default.
+MLflow writes into the run's folder unless MLFLOW_TRACKING_URI is set. Weights & Biases works
+offline unless WANDB_MODE is set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """A program that stores the settings and the metrics of runs."""
+    """An experiment tracker: a program that stores the settings and the metrics of runs."""
 
     def start(self, settings: Settings) -> None: ...
     def log(self, t: int, metrics: Mapping[str, float]) -> None: ...
@@ -130,7 +130,10 @@ KINDS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
 
 
 def refuse_missing(config: Config) -> None:
-    """Raise DpfedError if a configured tracker is not installed, or not allowed with real noise."""
+    """Raise DpfedError if a tracker of `run.trackers` is not installed, or not allowed.
+
+    Weights & Biases is not allowed with real noise, because it stores the times of rounds.
+    """
     for name in config.run.trackers:
         if importlib.util.find_spec(KINDS[name][1]) is None:
             raise DpfedError(
@@ -145,7 +148,7 @@ def refuse_missing(config: Config) -> None:
 
 
 class Trackers(Callback):
-    """Callback that calls all trackers of a run.
+    """Callback that calls all experiment trackers of a run.
 
     A tracker that raises an error is reported once and not called again; the run continues.
     """
@@ -167,7 +170,7 @@ class Trackers(Callback):
             self._each(lambda tracker: tracker.log(round.t, metrics))
 
     def on_end(self, result: dict[str, Any]) -> None:
-        """Log the run's final epsilons; repeated rounds make them larger than planned."""
+        """Log the run's final epsilons, which repeated rounds can make larger than planned."""
         figures = {f"epsilon_{view}": result["epsilon"][view] for view in FIGURES}
         found = {key: float(value) for key, value in figures.items() if value is not None}
         if self._started and found:
@@ -179,7 +182,7 @@ class Trackers(Callback):
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._live.items()):
-            # Catch every error, because a tracker must not end a run that has spent privacy.
+            # Catch every error of a tracker: it must not end a run that has spent privacy.
             try:
                 call(tracker)
             except Exception as error:

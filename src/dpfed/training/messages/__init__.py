@@ -1,1 +1,1 @@
-"""Messages of a round: formats of their vectors, rounding in simulations, and sizes."""
+"""Messages between server and clients: formats of their vectors, rounding, and sizes."""

@@ -4,7 +4,7 @@ An int8 vector has blocks of BLOCK numbers. The scale s of a block is its larges
 divided by 127. Each number x becomes one of the two integers next to x / s. The probabilities of
 the two make the mean of the rounded number equal to x.
 
-    `name`         int8 [P], the integers
+    `name`         int8 [P], the integers for a vector of P numbers
     `name.scale`   float32 [ceil(P / BLOCK)], the scales
 
 Numbers are rounded after noise was added to them, so rounding is post-processing and costs no
@@ -30,7 +30,7 @@ BLOCK = 512
 LARGEST = 127
 NUMBER_BYTES: dict[MessageFormat, int] = {"float32": 4, "bf16": 2, "int8": 1}
 SCALE = ".scale"
-# Scales below this are 0, because arithmetic with smaller numbers is not exact in float32.
+# Smaller scales of int8 blocks are set to 0, because arithmetic with them is not exact in float32.
 SMALLEST = torch.finfo(torch.float32).tiny
 
 Draw = Callable[[int], Tensor]
@@ -39,14 +39,14 @@ Draw = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Field:
-    """One vector of a message: its length and its format."""
+    """One vector of a message: its length, and the format in which its numbers are sent."""
 
     size: int
     format: MessageFormat = "float32"
 
     @property
     def scales(self) -> int:
-        """Number of scales that are sent with the vector."""
+        """Number of scales that are sent with the vector: one per int8 block, else 0."""
         return math.ceil(self.size / BLOCK) if self.format == "int8" else 0
 
     @property
@@ -60,11 +60,12 @@ Layout = Mapping[str, Field]
 def layout_of(
     sizes: Mapping[str, int], algorithm: Algorithm, size: int, format: MessageFormat
 ) -> dict[str, Field]:
-    """Return the layout of a message of the algorithm.
+    """Return the layout of a message: the length and the format of each tensor, by name.
 
-    sizes   length of each tensor of the message
-    size    length P of the vectors that may be rounded
-    format  format of these vectors
+    sizes      length of each tensor of the message
+    algorithm  its `rounded` names the vectors that may be rounded
+    size       number of trainable numbers; only vectors of this length are rounded
+    format     format of the rounded vectors
     """
     return {
         name: Field(n, format if name in algorithm.rounded and n == size else "float32")
@@ -73,15 +74,19 @@ def layout_of(
 
 
 def draws(streams: Streams, purpose: Purpose, round: int, client: int = 0) -> Draw:
-    """Return the source of the random numbers that round one message."""
+    """Return the source of the random numbers that decide the rounding of one message."""
     generator = streams.generator(purpose, round, client)
     return lambda size: torch.from_numpy(generator.random(size, dtype="float32"))
 
 
 def encode(values: Mapping[str, Tensor], layout: Layout, draw: Draw) -> dict[str, Tensor]:
-    """Return the tensors that are sent for these vectors, by name."""
+    """Return the tensors that are sent for the vectors of a message, by name.
+
+    layout  format of each vector
+    draw    source of random numbers for rounding
+    """
     sent: dict[str, Tensor] = {}
-    # Draw in the order of names, so that the order of the fields does not change the result.
+    # Draw random numbers in the order of names, so that the order of `values` has no effect.
     for name in sorted(values):
         value = values[name]
         match layout[name].format:
@@ -96,7 +101,7 @@ def encode(values: Mapping[str, Tensor], layout: Layout, draw: Draw) -> dict[str
 
 
 def decode(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return the rounded float32 vectors that the tensors of `encode` represent."""
+    """Return the float32 vectors of a received message, from the tensors that `encode` returned."""
     return {
         name: from_int8(sent[name], sent[name + SCALE])
         if field.format == "int8"
@@ -106,18 +111,19 @@ def decode(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 
 
 def to_int8(value: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers `[P]` and the scales of a float32 vector `[P]`.
+    """Round a float32 vector `[P]` at random; return int8 integers `[P]` and one scale per block.
 
-    A block that contains NaN or infinity is decoded as NaN.
+    A block that contains NaN or infinity becomes NaN when it is decoded.
 
     uniform  random numbers in [0, 1), float32 `[P]`
     """
     blocks = pad(value.abs(), (0, -len(value) % BLOCK)).view(-1, BLOCK)
     scales = blocks.amax(1) / LARGEST
     scales = scales.where(~(scales < SMALLEST), 0.0)
-    # Divide a block of zeros by infinity, which gives zeros; dividing by its scale 0 would not.
+    # In a block whose scale is 0, divide by infinity, which gives zeros. Dividing by 0 gives NaN.
     steps = value / _each(scales.where(scales != 0, math.inf), len(value))
-    # `steps - low` is exact in float32. Adding `uniform` to large steps would round it.
+    # Compare `uniform` with `steps - low`, which is exact in float32. Adding `uniform` to large
+    # `steps` would round it.
     low = steps.floor()
     rounded = low + (uniform < steps - low)
     return rounded.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8), scales

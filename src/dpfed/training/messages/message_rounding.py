@@ -1,4 +1,4 @@
-"""Round the vectors of a run's messages, in simulations and at a server in the same way."""
+"""Round the vectors of a run's messages, equally in simulations and at a federation server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dpfed.training.messages.message_size import layouts
 
 @dataclass(frozen=True)
 class MessageRounding:
-    """Rounds the messages of a run to their formats.
+    """Rounds the messages of a run to the formats in which they are sent, such as int8.
 
-    up       layout of a client's message to the server
-    down     layout of the server's broadcast to the clients
+    up       formats of the vectors in a client's message to the server
+    down     formats of the vectors in the server's broadcast to the clients
     streams  random streams of the run, which decide the stochastic rounding
     """
 
@@ -39,13 +39,16 @@ class MessageRounding:
         return encode(fields, self.down, draws(self.streams, "download", t))
 
     def received(self, t: int, server: Any) -> Any:
-        """Return the server's state as clients receive it in round t."""
+        """Return the server's state as clients receive it in round t, after rounding."""
         if not _rounds(self.down):
             return server
         return replace(server, **decode(self.broadcast(t, server), self.down))
 
     def answers(self, t: int, clients: Sequence[int], message: Message) -> Message:
-        """Return the messages `[S, ...]` of these clients as the server receives them."""
+        """Return the clients' messages of round t as the server receives them, rounded.
+
+        message  tensors `[S, ...]` by name, one row for each of S clients
+        """
         if not _rounds(self.up):
             return message
         rows = []
@@ -57,7 +60,10 @@ class MessageRounding:
 
 
 def message_rounding(job: Job, section: FederationSection | None) -> MessageRounding:
-    """Return the rounding that [federation] asks for; without this section there is none."""
+    """Return the rounding of messages that the section [federation] of the configuration sets.
+
+    Without this section, messages are in float32 and nothing is rounded.
+    """
     up, down = layouts(job.algorithm, job.space, section, job.plan.clipping.counts)
     return MessageRounding(up, down, job.streams)
 

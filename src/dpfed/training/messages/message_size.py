@@ -1,6 +1,6 @@
 """Compute the sizes of messages between server and clients.
 
-The algorithm runs once on torch's meta tensors, which have shapes but no values.
+For this, one round of the algorithm runs on torch's meta tensors, which have shapes but no values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def traffic(
 ) -> Traffic:
     """Return the size of a client's message to the server and of the server's broadcast.
 
-    section  [federation], which has the formats of messages; None for float32
+    section  section [federation] of the configuration, which sets the formats of messages; None
+             for float32
     """
     return Traffic(*(n for layout in layouts(algorithm, space, section) for n in _total(layout)))
 
@@ -52,14 +53,18 @@ def layouts(
 ) -> tuple[Layout, Layout]:
     """Return the layouts of a client's message to the server and of the server's broadcast.
 
-    section      [federation], which has the formats of messages; None for float32
-    varying_phi  True if the variance of the noise may differ between rounds
+    A layout has the length and the format of each vector.
+
+    section      section [federation] of the configuration, which sets the formats of messages;
+                 None for float32
+    varying_phi  True if the variance of the noise may differ between rounds (quantile clipping)
     """
     section = section or FederationSection()
     server, _, message = _meta_round(algorithm, space, varying_phi)
     up = {name: value.shape[1] for name, value in message.items()}
     if varying_phi:
-        # Quantile clipping adds one noised share to each message.
+        # Quantile clipping adds one number to each client's message: the noised fraction of
+        # gradients with a norm of at most the clip norm.
         up["below"] = 1
     down = {name: len(getattr(server, name)) for name in algorithm.broadcast}
     return (
@@ -74,7 +79,7 @@ def _total(layout: Layout) -> tuple[int, int]:
 
 
 def local_bytes(algorithm: Algorithm, space: Space) -> int:
-    """Return the bytes that the algorithm's state of one client takes during a round."""
+    """Return the number of bytes of the state that an algorithm has for one client in a round."""
     _, local, _ = _meta_round(algorithm, space)
     tensors = [x for x in vars(local).values() if isinstance(x, Tensor)]
     return sum(x.numel() * x.element_size() for x in tensors)
@@ -83,7 +88,7 @@ def local_bytes(algorithm: Algorithm, space: Space) -> int:
 def _meta_round(
     algorithm: Algorithm, space: Space, varying_phi: bool = False
 ) -> tuple[Any, Any, Message]:
-    """Run one round of one client, with one local step, on meta tensors.
+    """Run one round of one client, with one local step, on meta tensors (shapes without values).
 
     Return (server's state, client's state after the step, client's message).
     """
@@ -101,9 +106,10 @@ def _meta_round(
 
 
 class _MetaSpace:
-    """Stand-in for `Space` on meta tensors, whose methods return tensors of the right shape.
+    """Replacement for `Space` on meta tensors, whose methods return tensors of the right shape.
 
-    It has no block index, because an index consists of values, which meta tensors do not have.
+    `Space` itself needs to know the block of each number. Such an index has values, and meta
+    tensors have none.
     """
 
     def __init__(self, space: Space) -> None:
@@ -119,7 +125,7 @@ class _MetaSpace:
 
 
 class _MetaOracle:
-    """Stand-in for the oracle, whose gradients have the right shape but no values."""
+    """Replacement for the oracle, which returns gradients of the right shape but without values."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)

@@ -1,1 +1,1 @@
-"""Files of a run: its folder, checkpoints, resuming, and atomic writing."""
+"""Files of a training run: its folder, checkpoints, resuming, and atomic writing."""

@@ -15,9 +15,9 @@ from dpfed.privacy.ledger.private_files import make_private_folder, replace_file
 def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bool = False) -> str:
     """Write a file atomically, and return the SHA-256 of its content.
 
-    write        gets the open file and writes the content into it
-    for_release  False: only the owner can read the file and the folders made for it.
-                 True: the umask sets the permissions.
+    write        function that gets the open file and writes the content into it
+    for_release  False: only the owner can read the file and the folders that are created for it;
+                 True: the umask sets the permissions
     """
     with short_errors(path):
         if for_release:
@@ -31,7 +31,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object], for_release: bo
 
 @contextmanager
 def short_errors(path: Path, done: str = "written") -> Iterator[None]:
-    """Turn an error of the operating system, such as a full disk, into one sentence for the user.
+    """Convert an OSError, such as for a full disk, to a DpfedError of one sentence for the user.
 
     done  participle that completes "cannot be ..." in the sentence, such as "read"
     """

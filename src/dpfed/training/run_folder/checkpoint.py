@@ -1,11 +1,12 @@
-"""Checkpoints: an interrupted run resumes with bitwise identical results.
+"""Checkpoints, from which an interrupted run resumes with bitwise identical results.
 
     checkpoint/round-12.json                 index: round, file names and SHA-256 of all files
     checkpoint/round-12.safetensors          state of the server
     checkpoint/memory/client-3.round-9.npy   memory of client 3, last changed in round 9
 
-The index is written last, so a checkpoint is complete or does not exist. The last two checkpoints
-are kept. Each round and client has its own random stream, so no position in a stream is stored.
+The memory of a client has the vectors that an algorithm keeps at the client between rounds. The
+index is written last, so a checkpoint is complete or does not exist. The last two checkpoints are
+kept. Each round and client has its own random stream, so no state of a random generator is stored.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class LoadedCheckpoint:
 
     progress      the completed rounds and the server's state
     rounds_taken  number of rounds that each client took part in, `[clients]`
-    memory        the file of each client's stored vectors
-    backend       state of a remote backend, from `RemoteBackend.after`; empty for simulations
+    memory        the file of each client's stored vectors, by client
+    backend       what a federation server must remember about its clients, which run on other
+                  machines (see `RemoteBackend.after`); empty for simulations
     """
 
     progress: Progress
@@ -68,8 +70,8 @@ class LoadedCheckpoint:
 class Checkpoints:
     """Writes and reads the checkpoints of one run.
 
-    job     result of `job_hash`; a checkpoint of a run with another hash is refused
-    memory  the store of client memory
+    job     hash of the run's settings, from `job_hash`; a checkpoint with another hash is refused
+    memory  the store of the vectors that clients keep between rounds
     """
 
     def __init__(self, folder: Path, job: str, memory: ClientStates) -> None:
@@ -95,8 +97,10 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint of the present state on another thread, while the run continues.
 
+        progress      the completed rounds and the server's state
         rounds_taken  number of rounds that each client took part in, `[clients]`
-        backend       state of a remote backend; None for simulations
+        backend       what a federation server must remember about its clients, which run on other
+                      machines; None for simulations
         before_write  called on the other thread before it writes the checkpoint
         wait          True: return only after the checkpoint is on disk
 
@@ -130,7 +134,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk; raise the error if writing it failed."""
+        """Wait until the last checkpoint is on disk. Raise the error if it cannot be written."""
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -147,9 +151,9 @@ class Checkpoints:
     def load(self, first: State) -> tuple[LoadedCheckpoint | None, list[str]]:
         """Return (newest complete checkpoint or None, errors of newer damaged checkpoints).
 
-        first  the server's state before round 1; the checkpoint must have its names and shapes
+        This method also restores the clients' stored vectors from the checkpoint.
 
-        This method also restores the client memory from the checkpoint.
+        first  the server's state before round 1; the checkpoint must have its names and shapes
         """
         errors: list[str] = []
         for path in self._indexes():
@@ -173,7 +177,8 @@ class Checkpoints:
             rounds_taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 rounds_taken[int(client)] = count
-            # Drop folders from file names: a damaged index must not name files elsewhere.
+            # Remove folders from file names, so that a damaged index cannot name files outside the
+            # checkpoint's folder.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
                 for i, (file, sha) in index["memory"].items()
@@ -196,7 +201,7 @@ class Checkpoints:
         return LoadedCheckpoint(Progress(t, state, seconds), rounds_taken, memory, backend)
 
     def _indexes(self) -> list[Path]:
-        """Return the paths of the index files, newest round first."""
+        """Return the paths of the checkpoints' index files, newest round first."""
         rounds = {
             int(path.stem.removeprefix("round-")): path
             for path in self._folder.glob("round-*.json")
@@ -205,7 +210,7 @@ class Checkpoints:
         return [rounds[t] for t in sorted(rounds, reverse=True)]
 
     def _remove_old(self) -> None:
-        """Delete old checkpoints, and memory files that no remaining checkpoint uses."""
+        """Delete old checkpoints, and files of client memory that no remaining checkpoint uses."""
         indexes = self._indexes()
         # Ignore errors, because an old file that cannot be deleted does no harm.
         with suppress(OSError):
@@ -218,18 +223,21 @@ class Checkpoints:
                 memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
                 named |= {str(file) for file, _ in memory.values()}
             except DAMAGE:
-                # Keep all memory files, because an unreadable index may name any of them.
+                # This index is unreadable and may name any memory file, so keep all of them.
                 return
         with suppress(OSError):
             self._memory.prune(named)
 
 
 def index_hash(index: dict[str, Any]) -> str:
-    """Return the SHA-256 of an index, which must not contain the key "sha256" itself."""
+    """Return the SHA-256 of the index of a checkpoint, which must not have the key "sha256"."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def job_hash(settings: dict[str, Any], theta: torch.Tensor) -> str:
-    """Return the SHA-256 of a run's settings and initial vector, which determine its results."""
+    """Return the SHA-256 of a run's settings and initial parameters.
+
+    They determine the results of the run.
+    """
     text = json.dumps(settings, sort_keys=True).encode()
     return hashlib.sha256(text + theta.detach().cpu().numpy().tobytes()).hexdigest()

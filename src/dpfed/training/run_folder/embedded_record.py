@@ -19,7 +19,7 @@ METADATA = "dpfed_spending"
 
 
 def embed(folder: Path, record: str) -> None:
-    """Write the record into the metadata of every safetensors file in a folder, shards included."""
+    """Write a spending record into the metadata of every safetensors file in a folder."""
     for path in sorted(folder.glob("*.safetensors")):
         _embed_one(path, record)
 
@@ -30,7 +30,7 @@ def _embed_one(path: Path, record: str) -> None:
         header = json.loads(tensors.read(length))
         header["__metadata__"] = {**header.get("__metadata__", {}), METADATA: record}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Pad the JSON to a multiple of 8 bytes, because readers need aligned tensors behind it.
+        # Pad the JSON header to a multiple of 8 bytes: the tensors after it must be aligned.
         text += b" " * (-len(text) % 8)
 
         def write(file: IO[bytes]) -> None:
@@ -42,7 +42,7 @@ def _embed_one(path: Path, record: str) -> None:
 
 
 def embedded(start: Path) -> dict[Path, str]:
-    """Return the record of each safetensors file, by path; files without a record are left out.
+    """Return the spending records inside safetensors files, by path. Leave out files without one.
 
     start  a folder, or one safetensors file
     """

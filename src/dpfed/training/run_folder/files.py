@@ -1,4 +1,4 @@
-"""Names of the files in a run folder, and functions that read them."""
+"""Names of the files in the folder of a run, and functions that read these files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file with one JSON object per line and round, such as metrics.jsonl.
+    """Return the rows of a file like metrics.jsonl, which has one JSON object per line and round.
 
     The rows are in the order of their rounds. If a round has several lines, its last line is used.
     A line that a crash cut short is left out.

@@ -50,9 +50,9 @@ PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
 
 class RunFolder:
-    """The folder of one run, locked so that no other process can write to it.
+    """The folder of one training run, locked so that no other process can write to it.
 
-    note    sentence that says if the results may be released
+    note    sentence for the files that says if the results may be released
     force   True: replace an earlier run in the folder
     resume  True: continue the run in the folder
     """
@@ -82,7 +82,7 @@ class RunFolder:
         write_file(self.path / name, lambda file: file.write(text.encode()))
 
     def cohort_key(self) -> bytes:
-        """Return the secret 32-byte key from which a server draws its cohorts.
+        """Return the secret 32-byte key from which a server draws the clients of each round.
 
         The first call creates and stores the key, so that a resumed run uses this key again.
         """
@@ -117,7 +117,7 @@ class RunFolder:
             self._metrics.flush()
 
     def amend(self, config: Config, changed: Sequence[tuple[str, Any, Any]], t: int) -> None:
-        """Replace the configuration, with a comment for each changed key.
+        """Replace the configuration in the folder of a resumed run; add a comment per changed key.
 
         changed  (key, old value, new value) of each changed key
         t        the last round that used the old values
@@ -130,7 +130,7 @@ class RunFolder:
         self._write(CONFIG, "\n".join([*comments, to_toml(config)]))
 
     def rewind(self, t: int) -> None:
-        """Remove the metrics of rounds after t, which a resumed run computes again."""
+        """Remove the metrics of rounds after round t, which a resumed run computes again."""
         self._metrics.close()
         rows = [row for row in read_rows(self.path / METRICS) if int(row["round"]) <= t]
         self._write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -141,9 +141,11 @@ class RunFolder:
         return max((int(row["round"]) for row in read_rows(self.path / METRICS)), default=-1)
 
     def rounds(self, t: int, state: State) -> list[Round]:
-        """Return round 0 and round t from metrics.jsonl, which must contain exactly rounds 0 to t.
+        """Return round 0 and round t from metrics.jsonl.
 
-        state  state after round t; metrics.jsonl does not contain its vectors
+        Raise DpfedError unless the file contains exactly the rounds 0 to t.
+
+        state  server's state after round t, whose vectors are not in metrics.jsonl
         """
         rows = read_rows(self.path / METRICS)
         try:
@@ -157,12 +159,16 @@ class RunFolder:
             ) from None
 
     def sync(self) -> None:
-        """Wait until the metrics are on disk, before a checkpoint of these rounds is written."""
+        """Wait until the metrics are on disk; call this before a checkpoint of their rounds."""
         with short_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
 
     def save_model(self, theta: torch.Tensor, space: Space, release: str) -> None:
-        """Write the trained vector `[P]` as named tensors, with the release note as metadata."""
+        """Write the trained parameters as named tensors to a safetensors file.
+
+        theta    `[P]` vector of all trainable numbers
+        release  sentence for the metadata that says if the model may be released
+        """
         vector = theta.detach().clone()
         tensors = {name: t.contiguous().cpu() for name, t in space.unflatten(vector).items()}
         blob = save(tensors, metadata={"release": release})
@@ -171,7 +177,8 @@ class RunFolder:
     def begin(self, run: str, note: str) -> None:
         """Write the run's name to run.json before anything is released.
 
-        A resumed run compares this name with the name in the ledger, to refuse a wrong ledger.
+        A resumed run compares this name with the name in the privacy ledger, to refuse the ledger
+        of another run.
         """
         self.save_result({"run": run, "state": "running", "release": note})
 
@@ -186,7 +193,7 @@ class RunFolder:
         self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        # Ignore errors, because on a full disk closing fails and would hide why the run ended.
+        # Ignore errors: on a full disk closing fails too, and its error would hide the first one.
         with suppress(OSError):
             self._metrics.close()
         self._lock.close()
@@ -216,10 +223,10 @@ def _locked(path: Path) -> IO[bytes]:
 
 
 def _clear(path: Path) -> None:
-    """Delete the old run in a folder.
+    """Delete all files of the old run in a folder, except the lock file.
 
-    The configuration is deleted last. If deleting is interrupted, the folder still counts as a run,
-    which may be replaced.
+    The configuration is deleted last. If deleting is interrupted, the folder still counts as the
+    folder of a run, and a new run may replace it.
     """
     with short_errors(path, "replaced"):
         for part in sorted(path.iterdir(), key=lambda p: p.name == CONFIG):
@@ -253,9 +260,10 @@ def _reopened(path: Path) -> IO[str]:
 
 
 def refuse_occupied(path: Path, force: bool) -> None:
-    """Raise DpfedError if the folder contains a run or other files.
+    """Raise DpfedError if the folder for a new run contains a run or other files.
 
-    With `force` it may contain a run, unless that run has released values with real noise.
+    With `force` it may contain a run that the new run replaces. A run that has released values
+    with real noise is never replaced, because its ledger must be kept.
     """
     if (path / CONFIG).exists():
         if not force:
@@ -272,7 +280,7 @@ def refuse_occupied(path: Path, force: bool) -> None:
 
 
 def _has_real_releases(path: Path) -> bool:
-    """Return True if the ledger in the folder records releases with real noise.
+    """Return True if the privacy ledger in the folder records releases with real noise.
 
     Such a ledger must be kept, because the privacy remains spent.
     """

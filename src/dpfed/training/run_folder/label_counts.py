@@ -1,4 +1,4 @@
-"""Count the records of each label at each simulated client, for the operator's page.
+"""Count the records of each label at each simulated client, for the report of the operator.
 
 The counts are private, so they are written only for simulations with seeded noise. No public page,
 tracker or export reads them.
@@ -17,7 +17,7 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import LABEL_COUNTS
 
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
-# A table with more cells is not written, because no page could show it.
+# Largest number of cells (clients times labels) of a table. A page could not show a larger table.
 MAX_CELLS = 1_000_000
 
 
@@ -27,20 +27,21 @@ def label_counts(labels: np.ndarray, shards: Shards, classes: int) -> np.ndarray
     The result has no columns for data without classes, such as texts and numbers.
 
     labels  class numbers `[records]`, or 0 and 1 for each class `[records, classes]`
+    shards  the indices of each client's records
     """
     if labels.ndim == 1 and labels.dtype.kind == "f":
         return np.zeros((len(shards), 0), dtype=np.int64)
     own = [labels[shards.of(client)] for client in range(len(shards))]
     if labels.ndim == 2:
         return np.stack([rows.sum(0) for rows in own])
-    # Without classes every label is 0, and `bincount` would still count these zeros.
+    # For data without classes every label is 0. Cut the result, because `bincount` counts zeros.
     return np.stack([np.bincount(rows, minlength=classes)[:classes] for rows in own])
 
 
 def write_label_counts(folder: Path, job: Job) -> None:
-    """Write the table of label counts to the run folder.
+    """Write the number of records of each label at each simulated client to the run folder.
 
-    Nothing is written with real noise, for a task without classes, or for a very large table.
+    Write nothing for a run with real noise, a task without classes, or a very large table.
     """
     classes = job.public.classes
     shards = job.private.shards

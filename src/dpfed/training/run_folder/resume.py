@@ -23,21 +23,24 @@ from dpfed.training.run_folder.files import (
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
 # Keys of other sections that may change, because no result of the run depends on them.
 MAY_CHANGE_ELSEWHERE = {
-    # This key has an effect on new runs only.
+    # This key matters only when a run begins.
     "privacy": ("allow_large_delta",),
-    # These keys set how long and how often a server tries to reach its clients.
+    # These keys set how long and how often a federation server tries to reach its clients.
     "federation": ("timeout", "retries", "patience"),
 }
 
 
 def extendable(config: Config) -> bool:
-    """Return True if rounds can be added without changing the completed rounds."""
+    """Return True if a run can get more rounds without a change of its completed rounds.
+
+    This needs a constant learning rate, and noise that does not depend on the number of rounds.
+    """
     fixed_noise = not config.privacy.enabled or config.privacy.sigma is not None
     return config.run.lr_schedule == "constant" and fixed_noise
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the configuration without the keys that may change when a run resumes."""
+    """Return the settings that must not change when a run resumes, as nested tables."""
     tables = as_first_written(to_dict(config))
     free = {**MAY_CHANGE_ELSEWHERE, "run": MAY_CHANGE}
     if extendable(config):
@@ -49,7 +52,7 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
-    """Return (key, old value, new value) of each key that changed since the run's last start.
+    """Return (key, old value, new value) of each setting that changed since the run's last start.
 
     out     the run folder
     config  the new configuration
@@ -70,7 +73,10 @@ def changes(out: Path, config: Config) -> list[tuple[str, Any, Any]]:
 
 
 def refuse_other(out: Path, config: Config) -> None:
-    """Raise DpfedError if the run is finished, or if a key changed that may not change."""
+    """Raise DpfedError if the run in `out` cannot resume with this configuration.
+
+    This is so if the run is finished, or if a key changed that may not change.
+    """
     changed = changes(out, config)
     result = read_result(out)
     rounds = result.get("rounds")
@@ -95,7 +101,8 @@ def refuse_other(out: Path, config: Config) -> None:
 def refuse_kind(out: Path, served: bool) -> None:
     """Raise DpfedError if a server resumes a simulation, or a simulation resumes a server's run.
 
-    served  True if a server resumes
+    out     the run folder
+    served  True if a federation server resumes the run
     """
     if (out / COHORTS).exists() != served and read_result(out):
         owner, command = ("a simulation", "dpfed run") if served else ("a server", "dpfed server")

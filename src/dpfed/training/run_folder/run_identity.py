@@ -1,6 +1,7 @@
-"""Return the settings that determine a run's results.
+"""The identity of a run: the settings that determine its results.
 
-All processes of a run must have the same settings, and a checkpoint fits only equal settings.
+All processes of a run must have equal settings. A run resumes only from a checkpoint with equal
+settings.
 """
 
 from __future__ import annotations
