@@ -20,7 +20,8 @@ from dpfed.privacy.ledger.private_files import open_private
 from dpfed.privacy.published import show_delta, show_loss
 from dpfed.report.run_reader import over_rounds
 
-# Okabe and Ito's eight colours without yellow, which is hard to see on white.
+# Okabe and Ito's eight colours for colour-blind readers, without yellow, which is hard to see on
+# white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MAX_NAMED_CLIENTS = 60
@@ -30,11 +31,11 @@ MAX_NAME_LETTERS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """The accuracy of one method over rounds.
+    """The accuracy of one method over rounds, as a curve of a plot.
 
     name    label of the method
-    panel   title of the panel that shows the curve
-    rounds  the scored rounds
+    panel   title of the subplot that shows the curve
+    rounds  the rounds after which accuracy was measured
     seeds   for each seed, the accuracy after each of `rounds`
     """
 
@@ -45,10 +46,10 @@ class Curve:
 
 
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
-    """Draw the planned epsilon after each round, with one line for each of two views.
+    """Draw the planned epsilon after each round: one line for each of two observers.
 
-    The views are the server's, of the client with the most rounds, and that of a third party, who
-    sees only the global models.
+    The first observer is the server, and its line is for the client with the most rounds. The other
+    observer is a third party, who sees only the global models.
     """
     figure, axes = single_plot(path, (6.4, 4))
     at, server, third = over_rounds(planned)
@@ -64,11 +65,12 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
 
 
 def tradeoff_curve(planned: Planned, path: Path) -> None:
-    """Draw the errors that any attacker must make: false negatives against false positives.
+    """Draw a run's trade-off curve: the lowest false-negative rate for each false-positive rate.
 
-    The curve of the run is for an attacker who sees what the server sees, and for the client with
-    the largest privacy loss. Two lower bounds are drawn below it: one follows from epsilon and
-    delta, and one is the curve of the Gaussian mechanism with the run's mu, if it has a mu.
+    The rates are those of an attacker who sees everything that the server sees and guesses if a
+    record was used. The curve is for the client with the largest privacy loss. Two lower bounds are
+    drawn below it. One follows from epsilon and delta. The other is the curve of the Gaussian
+    mechanism with the run's mu, if it has a mu.
     """
     figure, axes = single_plot(path, (5.6, 5.2), "--curve")
     histories = planned.histories
@@ -95,11 +97,12 @@ def tradeoff_curve(planned: Planned, path: Path) -> None:
 def label_table(
     counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()
 ) -> None:
-    """Draw a heat map of record counts: one row per client, one column per class."""
+    """Draw the table of label counts as a heat map: one row per client, one column per class."""
     width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
     height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
     figure, axes = single_plot(path, (width, height))
-    # Use cividis, which colour-blind readers see alike (Nuñez, Anderton, Renslow 2018).
+    # Use the colour map cividis, which looks alike with and without colour blindness (Nuñez,
+    # Anderton, Renslow 2018).
     image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="training records")
     axes.set(xlabel="label", ylabel="client")
@@ -114,11 +117,12 @@ def label_table(
 
 
 def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
-    """Write the plot of `draw_accuracy` to each of `paths`."""
+    """Draw accuracy over rounds with `draw_accuracy`, and write the plot to each of `paths`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # With a fixed salt, equal studies give identical SVG files.
+    # Matplotlib derives the ids inside an SVG file from this salt. With a fixed salt, equal studies
+    # give identical files.
     with matplotlib.rc_context({"svg.hashsalt": "dpfed"}):
         figure = Figure(layout="constrained")
         draw_accuracy(figure, curves, title)
@@ -128,9 +132,10 @@ def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Pa
 
 
 def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
-    """Draw accuracy over rounds: a line for the mean over seeds, and a band for their range.
+    """Draw accuracy over rounds: a line for the mean over seeds, and a band for all seeds.
 
-    Curves with equal `panel` share one panel.
+    The band goes from the lowest to the highest seed. Curves with equal `panel` are drawn in the
+    same subplot.
 
     figure  an empty figure of matplotlib, whose size is changed
     """
@@ -160,7 +165,7 @@ def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
 
 
 def _accuracy_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the range of the y axis in per cent.
+    """Return the lower and the upper limit of the accuracy axis, in per cent.
 
     Round 0 is left out, because its low accuracy would flatten the curves.
     """
@@ -189,7 +194,10 @@ def _pyplot() -> Any:
 
 
 def single_plot(path: Path, inches: tuple[float, float], option: str = "--plot") -> Any:
-    """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
+    """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg.
+
+    option  the command-line option that gave `path`, for the error message
+    """
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"{option} {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
