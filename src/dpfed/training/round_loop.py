@@ -1,4 +1,7 @@
-"""The round loop of every run: cohort -> charge -> train -> aggregate -> evaluate -> callbacks."""
+"""The round loop of every run: cohort -> charge -> train -> aggregate -> evaluate -> callbacks.
+
+"Charge" means: record the privacy cost of the round in the ledger.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class RoundLoop:
     overlap: bool = False
 
     def run(self, progress: Progress | None = None) -> Tensor:
-        """Run the remaining rounds and return the trained vector `[P]`.
+        """Run the remaining rounds and return the trained vector, `[P]` for P trainable parameters.
 
         progress  completed rounds of a resumed run; None to begin with the evaluation of round 0
         """
@@ -73,7 +76,8 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Without a mean message the server's state does not change. The charge remains.
+                    # Without a mean message the server's state does not change. The ledger keeps
+                    # the round's cost, because clients may have sent noised messages.
                     pass
                 finally:
                     wait_for_charge()
@@ -101,7 +105,7 @@ class RoundLoop:
         return state.result
 
     def _round_zero(self) -> Progress:
-        """Evaluate the initial vector, report it as round 0 and return the progress so far."""
+        """Evaluate the initial vector, report it as round 0, and return the progress after it."""
         state = first_state(self.job)
         epsilon = self.spending.server_max()
         round = Round(0, None, None, epsilon, 0, 0, self.job.plan.clip, 0.0, state.theta)
@@ -133,9 +137,9 @@ class RoundLoop:
         epsilon: Callable[[], float | None] | None,
         started: float,
     ) -> tuple[Round, State]:
-        """Return the round with its scores and its epsilon, and the state with the best round.
+        """Return the round with its scores and epsilon, and the state with the best round so far.
 
-        The time of the round then includes the evaluation.
+        The time of the returned round includes the evaluation.
 
         epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
@@ -160,7 +164,8 @@ def aggregate(
 ) -> State:
     """Return the server's state after round t: the algorithm applies the mean message to the state.
 
-    The clip norm changes too with quantile clipping, and the average changes with `run.average`.
+    With quantile clipping, the clip norm of the state changes too. With `run.average`, the average
+    of the iterates changes.
 
     mean      mean of the clients' messages
     answered  number of clients whose messages are in the mean
@@ -176,11 +181,12 @@ def aggregate(
 
 
 def choose(job: Job, t: int, eligible: np.ndarray, requests: np.ndarray) -> list[int]:
-    """Return the cohort of round t: the sorted numbers of S distinct clients.
+    """Choose the cohort of round t: return the sorted numbers of S distinct clients.
 
     If there are fewer than S eligible clients, all of them are in the cohort.
 
-    requests  number of rounds that each client was asked for so far, `[N]`
+    eligible  numbers of the clients that may take part
+    requests  number of rounds that each of the N clients was asked for so far, `[N]`
     """
     schedule = job.schedule
     rng = job.streams.generator("cohort", t)
