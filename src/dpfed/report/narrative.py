@@ -168,7 +168,7 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 
     Another card shows the epsilon that is planned for the whole run.
 
-    at  text that names delta
+    at  text with the value of delta, to be added to the note
     """
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
     who = f"by {_worst_client(group)}"

@@ -108,7 +108,7 @@ class RunData:
 class Privacy:
     """The privacy spending of the first run of a group, from the run's ledger.
 
-    planned       the privacy plan; with the charged number of rounds, if repeated rounds raised it
+    planned       the privacy plan; if repeated rounds were charged, with this larger number
     server_worst  epsilon against the server, of the client with the most rounds
     third_party   epsilon against a third party, who sees only the global models
     seeded        True if the noise was drawn from a seed

@@ -61,7 +61,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. It shows figures, then wide cards, then small cards in columns."""
+    """One section of a report page: figures, then wide cards, then small cards in columns."""
 
     name: str
     title: str
@@ -141,7 +141,7 @@ def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
 
 
 def bold(text: str) -> str:
-    """Return the text in bold as HTML, escaped."""
+    """Return the text escaped and in bold, as HTML."""
     return Markup("<strong>{}</strong>").format(text)
 
 

@@ -112,7 +112,10 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column."""
+    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column.
+
+    Two epsilons that differ by a factor of at most EQUAL_EPSILON_FACTOR count as equal.
+    """
     out = set()
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]

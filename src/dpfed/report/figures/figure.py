@@ -86,7 +86,7 @@ def line(x: Sequence[Any], y: Sequence[float], name: str, series: int, **meta: A
 
 
 def band(x: Sequence[int], values: np.ndarray, series: int) -> Trace:
-    """Return the plotly trace that fills the area between the lowest and the highest seed.
+    """Return a band: the plotly trace that fills the area between the lowest and the highest seed.
 
     x       round numbers
     values  one value per seed and round, `[seeds, rounds]`

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return a plotly axis for epsilon, with the format of a value under the mouse."""
+    """Return a plotly axis for epsilon, which sets the number of digits shown under the mouse."""
     return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
 
 

@@ -280,9 +280,10 @@ def along_axis(table: Table, index: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Return the figure of a histogram that runs recorded in their diagnostics, such as of √v.
+    """Return the figure of a histogram that runs recorded in their diagnostics.
 
-    It shows the first run of each method. With several methods, it shows the last recorded round of
+    An example is the histogram of √v, where v are the second moments of the optimizer. The figure
+    shows the first run of each method. With several methods, it shows the last recorded round of
     each method. With one method, it shows all recorded rounds.
 
     key   name of the histogram in the diagnostics
