@@ -39,7 +39,7 @@ def bench(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time one private step of a fleet beside non-private and other private ways.
+    """Time a private training step, and other private and non-private implementations of it.
 
     Example: dpfed bench --case vit-6x192
     """

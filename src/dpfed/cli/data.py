@@ -32,7 +32,7 @@ data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 
 @data.callback()
 def group() -> None:
-    """Do nothing: without this function, typer would drop the name of the only command."""
+    """Do nothing: without this function, typer would drop the name `describe`, its only command."""
 
 
 @data.command("describe", cls=Command)
@@ -45,7 +45,7 @@ def describe(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the records, classes and client x label table of a configuration.
+    """Show the data of a configuration: records, classes, and record counts by client and label.
 
     For a language model, show how many target tokens the records keep at model.max_length.
 

@@ -28,7 +28,7 @@ model = typer.Typer(name="model", cls=Group, help=HELP, no_args_is_help=True)
 
 @model.callback()
 def group() -> None:
-    """Do nothing: without this function, typer would drop the name of the only command."""
+    """Do nothing: without this function, typer would drop the name `describe`, its only command."""
 
 
 @model.command("describe", cls=Command)
@@ -45,7 +45,7 @@ def describe(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the trainable tensors and the blocks.
+    """Show the trainable tensors of a model, and the blocks that divide its parameters.
 
     Example: dpfed model describe --set model.train=full
 

@@ -51,7 +51,7 @@ def plan(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare plans for a federation and recommend one.
+    """Compare privacy plans for a federation and recommend one.
 
     Example: dpfed plan --clients 50 --records 1000 --epsilon 4
     """

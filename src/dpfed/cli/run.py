@@ -34,7 +34,10 @@ def run(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
+    """Train a model as configured.
+
+    Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3
+    """
     from dpfed.training.interrupt import on_signals
 
     mode: Mode = "replace" if force else "new"
