@@ -35,9 +35,9 @@ class RoundLoop:
     """Run the rounds of a job.
 
     backend         computes the mean of each cohort's messages
-    spending        selects the clients that may take part, and charges the ledger
+    spending        selects the clients that may take part, and records their privacy cost
     callbacks       gets the events of the run
-    stop            called before a round is charged; may raise an error to end the run
+    stop            called before each round; may raise an error to end the run
     checkpoint_due  called once for each round; returns True if a checkpoint follows the round
     overlap         True: begin the next round before the check of a round for NaN and infinity, so
                     that the host does not wait for the GPU. False: check each round at once.
@@ -76,8 +76,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Without a mean message the server's state does not change. The ledger keeps
-                    # the round's cost, because clients may have sent noised messages.
+                    # A lost round leaves the state unchanged, but its privacy cost remains.
                     pass
                 finally:
                     wait_for_charge()

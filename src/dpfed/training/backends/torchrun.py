@@ -61,8 +61,7 @@ HOW_TO_RESUME = "start it again with --resume and it goes on from its last check
 class Group:
     """The processes of a torchrun run, and the operations by which they communicate.
 
-    Every process must call the same operations in the same order. Otherwise the processes wait for
-    one another until a timeout.
+    Every process must call the same operations in the same order, to avoid a deadlock.
 
     rank     number of this process; rank 0 leads the run
     world    number of processes
@@ -75,8 +74,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True after a process was lost or did not finish a round. Every later operation of the
-        # group would then fail.
+        # True after a process was lost or did not finish a round: every later operation would fail.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -156,8 +154,7 @@ class Group:
         Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
-            # A process is lost, so a regular shutdown would fail. The operating system frees the
-            # group when this process ends.
+            # A process is lost, so a shutdown would fail. The end of this process frees the group.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -211,8 +208,7 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # With this variable, NCCL raises an error if another process is lost. By default NCCL would
-        # kill this process.
+        # NCCL then raises an error if another process is lost, instead of killing this process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -256,8 +252,7 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # Wait for the ledger before the other processes start, because they cannot see if rank 0
-        # has charged the round.
+        # The other processes cannot see the ledger, so rank 0 waits for it before they start.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)
@@ -297,10 +292,7 @@ class Distributed:
 
 
 def follow(job: Job, group: Group) -> None:
-    """Compute this process's clients in every round until rank 0 sends STOP.
-
-    All ranks except 0 call this function.
-    """
+    """On ranks except 0, compute this process's clients in every round until rank 0 stops."""
     fleet = Fleet(job)
     first = first_state(job)
     while True:
@@ -344,8 +336,7 @@ def _follow_round(
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    # Between rounds rank 0 keeps the stored vectors of all clients. This rank receives those of its
-    # clients for one round.
+    # Rank 0 keeps all stored vectors. This rank receives those of its clients for one round.
     fleet.memory = ClientStates(names, size, Path(), int(1e18))
     if names and part:
         seen = torch.empty(len(part), dtype=torch.int64)
@@ -356,8 +347,7 @@ def _follow_round(
         before = [i for i, had in zip(part, known.tolist(), strict=True) if had]
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message = share_of(fleet, group, t, state, clients)
-    # All ranks need the length of the sum. Rank 0 sends it, because a rank without clients has no
-    # message to measure.
+    # Rank 0 sends the length of the sum, because a rank without clients has no message to measure.
     length = group.header()[0]
     sums = torch.zeros(length, device=job.device)
     if part:
@@ -382,10 +372,7 @@ def packed(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that `packed` joined into `flat`.
-
-    like  tensors with the names, shapes and dtypes of the result
-    """
+    """Return the tensors that `packed` joined into `flat`, named and shaped as those in `like`."""
     pieces = torch.split(flat, [x.numel() * x.element_size() for x in like.values()])
     return {
         name: piece.clone().view(x.dtype).reshape(x.shape)
@@ -398,8 +385,7 @@ def fingerprint(job: Job) -> str:
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     private = job.private
-    # Hash the inputs and not their features, because two machines may round the features of one
-    # input differently.
+    # Hash inputs, not features: two machines may round the features of one input differently.
     inputs = private.records.inputs if private.raw_inputs is None else private.raw_inputs
     for x in [private.shards.records, job.theta, private.records.labels, *inputs.values()]:
         flat = torch.as_tensor(x).detach().reshape(-1).contiguous().view(torch.uint8)
