@@ -38,7 +38,7 @@ class LivePage:
         self._report = read()
 
     def _file_stamps(self) -> list[tuple[str, int, int]]:
-        """Return (path, modification time, size) of each watched file that exists."""
+        """Return (path, modification time, size) of each file that the page is built from."""
         found = []
         names = [folder / name for folder in self._folders for name in WATCHED_FILES]
         for path in [*names, *map(status_file, self._folders)]:

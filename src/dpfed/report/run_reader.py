@@ -324,9 +324,9 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
-    """Return the runs in groups. Runs of a group have equal settings, except the keys in ALIKE.
+    """Return the runs in groups, one for each method, in the order of `paths`.
 
-    The groups have the order of `paths`.
+    Runs of a group have equal settings, except those listed in ALIKE, such as the seed.
     """
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}

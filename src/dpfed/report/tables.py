@@ -217,7 +217,8 @@ def footnotes(table: Table) -> list[str]:
 def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[list[str]]:
     """Return the cells of a table with the name and accuracy of the best rows in bold.
 
-    In a table with an axis nothing is bold, because `grid_words` shows its best rows.
+    In a table with an axis (a setting that varies) nothing is bold, because `grid_words` shows the
+    best rows.
 
     body  the cells that `cells` returned
     bold  makes a word bold in the format of the output
@@ -235,7 +236,7 @@ def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[
 def grid_words(table: Table, bold: Bold) -> Words | None:
     """Return the accuracies as a grid: one line per method, one column per value of the axis.
 
-    Return None for a table without an axis.
+    The axis is the setting that varies between columns. Return None for a table without an axis.
     """
     if not table.axis:
         return None

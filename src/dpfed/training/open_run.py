@@ -263,7 +263,7 @@ def _load_checkpoint(
 
 
 def _record_changes(job: Job, place: RunPlace, saved: LoadedCheckpoint | None) -> None:
-    """Write the settings that a resume has changed into the run folder.
+    """Write the settings that changed when the run was resumed into the run folder.
 
     Call this after opening the ledger. If rounds are added, the ledger must state them before the
     run folder does.

@@ -101,7 +101,8 @@ def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]
 def task_name(config: Config, result: Mapping[str, Any]) -> str:
     """Return the task that a run trained, such as "classify".
 
-    Results of old versions do not contain the task, so the name of the model decides.
+    Results written by old versions of dpfed do not contain the task. For these, the name of the
+    model decides.
     """
     causal = config.model.name == "auto-causal"
     return str(result.get("task") or ("causal" if causal else "classify"))

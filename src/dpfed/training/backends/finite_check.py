@@ -12,7 +12,7 @@ from dpfed.training.server_state import State
 
 
 def begin_finite_check(state: State, t: int) -> Callable[[], None]:
-    """Start a check that the server's state after round t is finite; return a function to end it.
+    """Start a check that the state after round t is finite; return a function to finish the check.
 
     The device runs the check while the host continues. The returned function waits for the result
     and raises DivergedError if the state contains NaN or infinity.

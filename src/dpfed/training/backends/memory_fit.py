@@ -82,7 +82,7 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
 
 
 def blank_pass(job: Job, clients: int, slots: int) -> None:
-    """Compute one pass over records of zeros, to test if its clipped sums fit into memory.
+    """Compute forward and backward over records of zeros, to test if this fits into memory.
 
     clients  number of clients that are computed at once
     slots    number of records that are computed at once

@@ -6,8 +6,8 @@ import torch
 
 from dpfed.errors import DpfedError
 
-# Models with fewer parameters use one CPU thread, because the coordination of threads takes longer
-# than they save.
+# Models with fewer parameters use one CPU thread, because more threads would cost more time than
+# they save.
 SMALL_MODEL = 1_000_000
 # The number of CPU threads before `set_threads` lowered it to one; an empty list until then.
 _threads_before: list[int] = []

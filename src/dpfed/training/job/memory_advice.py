@@ -20,7 +20,8 @@ def caused_by_memory(error: BaseException | None) -> bool:
 def less_memory_advice(config: Config) -> str:
     """Return the end of an error message: settings that need less memory than the run's settings.
 
-    A smaller batch is not advised, because it saves nothing: one record may be computed at a time.
+    A smaller batch is not advised, because it saves no memory: a batch of any size can be computed
+    one record at a time.
     """
     model: Any = config.model
     ways = []
