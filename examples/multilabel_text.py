@@ -4,25 +4,17 @@ import random
 
 import dpfed
 
-TOPICS = {
+PHRASES = {
     "food": ["the soup was cold", "we loved the pasta", "the fish tasted fresh", "a dry cake"],
     "service": ["the waiter was kind", "nobody served us", "friendly staff", "a rude host"],
     "price": ["far too expensive", "cheap for this town", "fair prices", "the bill was high"],
 }
+draw = random.Random(0)
+topics = [draw.sample(list(PHRASES), draw.randint(1, 3)) for _ in range(700)]
+texts = [", ".join(draw.choice(PHRASES[topic]) for topic in found) for found in topics]
+private, public = (texts[:600], topics[:600]), (texts[600:], topics[600:])
 
-
-def reviews(count: int, seed: int) -> dict[str, list]:
-    draw = random.Random(seed)
-    labels = [[topic for topic in TOPICS if draw.random() < 0.5] for _ in range(count)]
-    texts = [", ".join(["A visit", *(draw.choice(TOPICS[t]) for t in names)]) for names in labels]
-    return {"text": texts, "label": labels}
-
-
-trained = dpfed.fine_tune(
-    "minilm", reviews(600, 0), reviews(100, 1), task="multilabel", classes=list(TOPICS),
-    clients=10, epsilon=8.0, rounds=30, metric="macro_f1", keep="best",
-    settings={"model.max_length": 32},
-)  # fmt: skip
+trained = dpfed.fine_tune("minilm", private, public, rounds=30, metric="macro_f1", keep="best")
 print(trained)
 print(trained.metrics["macro_f1"], trained.metrics["per_class"])
 print(trained.classes, trained.predict_proba(["Nobody served us, and the bill was high"]))

@@ -18,4 +18,3 @@ trained = dpfed.fine_tune(
 )
 print(trained)
 print(trained.history.tail())
-print(trained.predict(X_test[:5]))

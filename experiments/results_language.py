@@ -6,7 +6,8 @@ from results_specs import named
 from results_studies import LANGUAGE, RATES, Rows
 
 from dpfed.privacy.published import show_loss, show_perplexity
-from dpfed.report.tables import percent, size
+from dpfed.report.measures import ACCURACY
+from dpfed.report.tables import size
 
 
 def is_language(runs: Rows) -> bool:
@@ -32,7 +33,7 @@ def language_cells(arms: Rows, runs: Rows) -> tuple[list[str], list[list[str]]]:
             "–" if before is None else show_perplexity(before),
             "–" if after is None else show_perplexity(after),
         ]
-        line += [percent(exact, None)] * with_words
+        line += [ACCURACY.shown(exact, None)] * with_words
         spent = show_loss(float(epsilon), 2) if epsilon else "no privacy"
         line += [arm["n"] or "0", spent if mine else "–"]
         body.append([*line, size(int(arm["up_bytes"])) if arm["up_bytes"] else "–"])

@@ -26,7 +26,8 @@ from results_studies import (
 
 from dpfed.errors import DpfedError
 from dpfed.privacy.published import show_loss, show_perplexity
-from dpfed.report.tables import EQUAL_EPSILON_FACTOR, Row, Table, best_of, grid_words, percent, size
+from dpfed.report.measures import ACCURACY
+from dpfed.report.tables import EQUAL_EPSILON_FACTOR, Row, Table, best_of, grid_words, size
 
 PHASES = {"reported": "reported", "tuning": "of the search"}
 EMPTY = "Not measured yet."
@@ -89,7 +90,7 @@ def as_table(about: Cells, arms: Rows, runs: Rows) -> Table:
                 arm["row"],
                 arm["column"],
                 at_edge=arm["inside_grid"] == "no",
-                accuracies=tuple(mine),
+                scores=tuple(mine),
                 diverged=int(arm["diverged"] or 0),
                 epsilon=epsilon,
                 failed=arm["failed"] or None,
@@ -134,7 +135,7 @@ def arm_cells(about: Cells, arms: Rows, runs: Rows) -> tuple[list[str], list[lis
     body = []
     for arm in arms:
         marks = [mark for mark, on in flags(arm, unequal).items() if on]
-        accuracy = percent(
+        accuracy = ACCURACY.shown(
             float(arm["mean"]) if arm["mean"] else None, float(arm["std"]) if arm["std"] else None
         )
         private = [
@@ -248,7 +249,7 @@ def run_cells(runs: Rows) -> tuple[list[str], list[list[str]]]:
         cells = [named(run[key]) if key == "arm" else run[key] for key in used]
         epsilon = run["epsilon_server_worst"]
         spent = show_loss(float(epsilon), 2) if epsilon else "no privacy"
-        score = percent(float(run["accuracy"]), None)
+        score = ACCURACY.shown(float(run["accuracy"]), None)
         if language:
             score = show_perplexity(float(run["perplexity"]) if run["perplexity"] else None)
         body.append([*cells, score, spent])

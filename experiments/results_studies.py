@@ -306,7 +306,7 @@ def with_statistics(arms: Rows, runs: Rows) -> None:
         if not mine:
             continue
         accuracies = [float(row["accuracy"]) for row in mine.values()]
-        found = Row(arm["arm"], accuracies=tuple(accuracies))
+        found = Row(arm["arm"], scores=tuple(accuracies))
         difference = low = high = None
         both = [seed for seed in mine if seed in theirs]
         if both and arm["arm"] != arm["reference"]:

@@ -30,7 +30,9 @@ COMMAND_LINE = {
     "preset": "--preset",
     "seeds": "--seeds",
     "search seeds": "--search-seeds",
-    "list algorithms": "`dpfed list algorithms` shows what there is",
+    "plot": "--plot",
+    "given metric": "given",
+    "no target": "",
     "replace study": ", or --force to replace it (runs that both need are kept)",
 }
 PYTHON = {
@@ -49,7 +51,9 @@ PYTHON = {
     "preset": "preset",
     "seeds": "seeds",
     "search seeds": "search_seeds",
-    "list algorithms": "dpfed.algorithms.REGISTRY has their names",
+    "plot": "plot",
+    "given metric": "a function",
+    "no target": " with epsilon=None",
     "replace study": ", or remove that folder",
 }
 _phrases: ContextVar[Mapping[str, str]] = ContextVar("phrases", default=COMMAND_LINE)
@@ -80,9 +84,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class name if it has none."""
+    """Return the first line of an error's message, or the error's class name if it has none.
+
+    If that line ends with a colon, the second line is added.
+    """
     text = getattr(error, "strerror", None) or str(error).strip()
     lines = text.splitlines() or [type(error).__name__]
+    if lines[0].endswith(":") and len(lines) > 1:
+        lines[0] += f" {lines[1].strip()}"
     return str(lines[0][:200].rstrip("."))
 
 

@@ -1,4 +1,4 @@
-"""Run the commands of docs/federation.md, "With Flower's own commands": two clients, TLS and keys.
+"""Run the commands of docs/federation/flower.md: two clients, TLS and keys.
 
     python tests/helpers/flower_commands.py            less than a minute on an idle machine
 
@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from dpfed.federation.flower.keeper import PDEATHSIG
 from dpfed.federation.flower.processes import free_port
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "federation.md"
-BLOCK = re.compile(r"^## With Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "federation" / "flower.md"
+BLOCK = re.compile(r"^# Use Flower's own commands$.*?^```sh\n(.*?)^```$", re.M | re.S)
 COMMANDS = (
     "flower-superlink",
     "flwr supernode register",

@@ -7,6 +7,7 @@ seed decides which processes are killed, and in which rounds.
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import time
@@ -33,10 +34,10 @@ from dpfed.training.run import run
 SEED = 27
 CLIENTS = 10
 ROUNDS = 30
-COHORT = 3
+COHORT = 2
 CAP = 12
 CLIENT_KILLS = 3
-SERVER_KILLS = 2
+SERVER_KILLS = 1
 DELTA = 1e-5
 LEAVE = {"clinic-8": 6, "clinic-9": 14}
 LATE = "clinic-7"
@@ -179,7 +180,7 @@ def test_a_long_federation_keeps_every_promise(tmp_path: Path) -> None:
             "min_clients": 1,
             "eval_every": 1,
         },
-        "federation": {"server": "hub", "timeout": 12.0, "retries": 0, "patience": ROUNDS},
+        "federation": {"server": "hub", "timeout": 15.0, "retries": 0, "patience": ROUNDS},
     }
     with Trial(tmp_path / "trial", CLIENTS, **sections) as trial:
         accuracies = simulated_accuracies(trial, tmp_path / "simulated")
@@ -196,7 +197,10 @@ def test_a_long_federation_keeps_every_promise(tmp_path: Path) -> None:
         spread = max(accuracies) - min(accuracies)
         trial.check(found >= min(accuracies) - spread, f"{found} and not {accuracies}")
         lost = trial.log("server").count("the round is lost")
-        print(
-            f"{seconds:.0f} s, {lost} lost rounds, accuracy {found:.3f}, "
-            f"without faults {min(accuracies):.3f} to {max(accuracies):.3f}"
-        )
+    # The processes have ended, so their processor time is known.
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{seconds:.0f} s, of processors {used.ru_utime + used.ru_stime:.0f} s, "
+        f"{lost} lost rounds, accuracy {found:.3f}, "
+        f"without faults {min(accuracies):.3f} to {max(accuracies):.3f}"
+    )

@@ -119,7 +119,7 @@ def in_process(words: Sequence[str], log: Path, seconds: float | None) -> int | 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpfed.studies.pool.Pool", Inline)
-    monkeypatch.setattr("dpfed.studies.output.accuracy_over_rounds", lambda *anything: None)
+    monkeypatch.setattr("dpfed.studies.output.scores_over_rounds", lambda *anything: None)
     monkeypatch.setattr(Inline, "left", 10**6)
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, get_type_hints
 
-from dpfed.api.memory_model import base_folder, identity_of, refuse_tokenizer, save_model
-from dpfed.api.options import Terms, listing
-from dpfed.api.settings import configured, is_plain_module, task_of
-from dpfed.config import Config, nearest, to_dict
-from dpfed.data.sources.in_memory import given_source, source_of
-from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, StoppedError, python_phrases, warn_user
+from dpfed.api.configuring import is_plain_module, prepared
+from dpfed.api.memory_model import identity_of, model_beside
+from dpfed.api.options import Switches, Terms, listing
+from dpfed.api.words import python_words, refuse_arguments, refuse_unknown
+from dpfed.config import to_dict
+from dpfed.data.sources.in_memory import given_source
+from dpfed.errors import DpfedError, StoppedError, warn_user
 from dpfed.model.given_module import given_module
 from dpfed.registry import registry
-from dpfed.report.figures.plots import Curve, draw_accuracy
+from dpfed.report.figures.plots import Curve, draw_scores
+from dpfed.report.measures import ACCURACY, Measure
 from dpfed.report.page import write_page
 from dpfed.studies.in_process import InProcess
 from dpfed.studies.output import SEARCH, curves_of, failures, write
@@ -47,10 +48,11 @@ class Comparison:
     out: Path
     title: str
     _curves: tuple[Curve, ...] = field(default=(), repr=False)
+    _measure: Measure = field(default=ACCURACY, repr=False)
 
     @property
     def table(self) -> pandas.DataFrame:
-        """One row for each method: accuracy, difference, rates, epsilon and more.
+        """One row for each method: score, difference, rates, epsilon and more.
 
         Epsilon is that of one run. It does not include the search.
         """
@@ -62,11 +64,11 @@ class Comparison:
         return self._read(SEARCH)
 
     def plot(self) -> Any:
-        """Draw accuracy over rounds for each method; return the figure of matplotlib."""
+        """Draw the score over rounds for each method; return the figure of matplotlib."""
         from matplotlib import pyplot
 
         figure = pyplot.figure(layout="constrained")
-        draw_accuracy(figure, self._curves, self.title)
+        draw_scores(figure, self._curves, self.title, self._measure)
         return figure
 
     def report(self, path: str | Path, public: bool = False) -> Path:
@@ -74,7 +76,7 @@ class Comparison:
 
         public  True to leave out what a published page must not show, such as who took part
         """
-        with python_phrases():
+        with python_words():
             write_page([self.out], Path(path), public, read_study)
         return Path(path)
 
@@ -124,97 +126,62 @@ def compare(
 
     Mistakes raise `dpfed.DpfedError`. A method that fails is a warning and a row without accuracy.
     """
-    with python_phrases():
-        _refuse_other(options)
+    with python_words(options, model):
+        _refuse_keywords(options)
+        refuse_arguments(out, progress=progress)
         about = None if isinstance(model, str) else f"{type(model).__name__} on given records"
-        question = Question(
-            _names(algorithms, preset), _texts(rates), preset, seeds, search_seeds, about
-        )
-        source = source_of(train, test, options.get("classes"), task_of(options))
-        return _Start(model, source, options, out, progress).compared(question)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Everything that a study begins with, besides its question.
-
-    model     as it was given
-    source    the data
-    options   keywords of `Terms`
-    out       folder of the study; None for one under runs/
-    progress  True to show the runs
-    """
-
-    model: Any
-    source: Source
-    options: Terms
-    out: str | Path | None
-    progress: bool
-
-    def compared(self, question: Question) -> Comparison:
-        """Run the study of a question, write its files, and return it."""
-        refuse_tokenizer(self.model, self.options.get("tokenizer"))
-        config = configured(self.options, self.model, self.source)
-        study = study_from(config, question, registry())
-        study = dataclasses.replace(study, given=identity_of(self.model, self.source))
+        names = _names(algorithms, preset)
+        question = Question(names, _texts(rates), preset, seeds, search_seeds, about)
+        source, config = prepared(model, train, test, options)
+        study = study_from(config, question, registry(), identity_of(model, source))
         check(study, registry())
-        folder = Path(self.out) if self.out is not None else Path("runs") / study.name
-        base_is_ours = not base_folder(folder).exists()
-        try:
-            study = self._with_weights(study, folder, config)
-            results = self._results(study, folder)
-        finally:
-            # Remove the saved model if an error stopped the study before it began.
-            if base_is_ours and not (folder / STUDY).is_file():
-                shutil.rmtree(base_folder(folder), ignore_errors=True)
-        table = write(study, results, folder)
-        _tell_failures(results)
-        several = len({row.row for row in table.rows}) > 1
-        curves = curves_of(results, study.axis if several else "")
-        return Comparison(folder, table.title, tuple(curves))
-
-    def _with_weights(self, study: Study, folder: Path, config: Config) -> Study:
-        """Return the study with the folder of its weights, if the model is in memory.
-
-        The weights are saved beside the folder of the study, unless an earlier call has begun it.
-        """
-        if isinstance(self.model, str | Path):
-            return study
-        base = base_folder(folder)
-        if not ((folder / STUDY).is_file() and base.is_dir()):
-            save_model(self.model, self.options.get("tokenizer"), folder, config)
-        weights = dataclasses.replace(config.model, weights=str(base))
-        return dataclasses.replace(study, base=to_dict(dataclasses.replace(config, model=weights)))
-
-    def _results(self, study: Study, folder: Path) -> list[ArmResult]:
-        """Run the study, and return the results of its arms."""
-        module = self.model if is_plain_module(self.model) else None
-        _, gpus = default_workers(str(study.base["run"]["device"]))
-        packing = Packing(pack_size("auto", gpus), 1)
-        watch: dict[str, Callable[[EndedRun], None]] = {}
-        with ExitStack() as stack:
-            stack.enter_context(claim(folder, study, force=False))
-            stack.enter_context(given_module(module))
-            stack.enter_context(given_source(self.source))
-            if self.progress:
-                watch["on_run"] = stack.enter_context(StudyWatch()).run
-            return conduct(study, folder, InProcess(), registry(), packing=packing, **watch)
+        folder = Path(out or Path("runs") / study.name)
+        with (
+            model_beside(model, options.get("tokenizer"), folder, config, STUDY) as config,
+            given_module(model if is_plain_module(model) else None),
+            given_source(source),
+        ):
+            return _finished(dataclasses.replace(study, base=to_dict(config)), folder, progress)
 
 
-def _refuse_other(options: Mapping[str, Any]) -> None:
+def _finished(study: Study, folder: Path, progress: bool) -> Comparison:
+    """Run the study, write its files, and return it."""
+    _, gpus = default_workers(str(study.base["run"]["device"]))
+    packing = Packing(pack_size("auto", gpus), 1)
+    watch: dict[str, Callable[[EndedRun], None]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(claim(folder, study, force=False))
+        if progress:
+            watch["on_run"] = stack.enter_context(StudyWatch()).run
+        results = conduct(study, folder, InProcess(), registry(), packing=packing, **watch)
+    table = write(study, results, folder)
+    _tell_failures(results)
+    several = len({row.row for row in table.rows}) > 1
+    curves = curves_of(results, study.axis if several else "")
+    return Comparison(folder, table.title, tuple(curves), table.measure)
+
+
+def _refuse_keywords(options: Mapping[str, Any]) -> None:
+    """Raise DpfedError for a keyword that `compare` does not have."""
     for name in options:
-        if name not in Terms.__annotations__:
+        if name in get_type_hints(Switches):
             raise DpfedError(
-                f"{name} is no keyword of compare{nearest(name, Terms.__annotations__)}: "
-                'give switches to a method, such as algorithms=["dp-fedadamw:gamma=0"]'
+                f"{name} is no keyword of compare: give switches to a method, such as "
+                f'algorithms=["dp-fedadamw:{name}=..."]'
             )
+        if name in ("metric", "keep", "early_stopping"):
+            raise DpfedError(f"{name} is no keyword of compare: give it to fine_tune")
+    refuse_unknown("compare", options, list(inspect.signature(compare).parameters))
 
 
 def _names(algorithms: str | Sequence[str], preset: str | None) -> str | None:
     """Return the methods as one text; None for the methods of a preset."""
     if preset is not None and algorithms == "all":
         return None
-    return algorithms if isinstance(algorithms, str) else ",".join(algorithms)
+    names = [algorithms] if isinstance(algorithms, str) else algorithms
+    if not isinstance(names, Sequence) or any(not isinstance(name, str) for name in names):
+        raise DpfedError(f"algorithms must be a list of names, not {algorithms!r:.60}")
+    return ",".join(names)
 
 
 def _texts(rates: Mapping[str, Sequence[float]] | None) -> tuple[str, ...]:
@@ -226,7 +193,7 @@ def _texts(rates: Mapping[str, Sequence[float]] | None) -> tuple[str, ...]:
             'rates must be a dictionary such as {"dp-fedavg": [0.1, 0.3]}, '
             f"not {type(rates).__name__}"
         )
-    lists = {name: v if isinstance(v, Sequence) else [v] for name, v in rates.items()}
+    lists = {name: [v] if isinstance(v, str | float | int) else v for name, v in rates.items()}
     return tuple(f"{name}={','.join(map(str, values))}" for name, values in lists.items())
 
 

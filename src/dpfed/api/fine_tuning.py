@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from dpfed.api.memory_model import base_folder, refuse_tokenizer, save_model
+from dpfed.api.configuring import as_begun, is_plain_module, prepared
+from dpfed.api.memory_model import (
+    base_folder,
+    identity_of,
+    model_beside,
+    refuse_other_records,
+    write_identity,
+)
 from dpfed.api.options import Options, listing
-from dpfed.api.settings import as_begun, configured, is_plain_module, task_of
+from dpfed.api.settings import tables_of
 from dpfed.api.trained_model import TrainedModel
+from dpfed.api.words import in_python, python_words, refuse_arguments
 from dpfed.config import Config
-from dpfed.data.sources.in_memory import source_of
 from dpfed.data.tables import Source
-from dpfed.errors import DpfedError, python_phrases, warn_user
+from dpfed.errors import warn_user
 from dpfed.model.given_module import given_module
 from dpfed.training.callbacks.base import Callback, OnStart
 from dpfed.training.callbacks.progress import ProgressDisplay
@@ -59,81 +64,54 @@ def fine_tune(
 
     Mistakes raise `dpfed.DpfedError`; warnings are issued as `dpfed.DpfedWarning`.
     """
-    with python_phrases():
-        refuse_tokenizer(model, options.get("tokenizer"))
-        source = source_of(train, test, options.get("classes"), task_of(options))
-        config = configured(options, model, source)
-        folder = _folder(out, resume, config)
+    with python_words(options, model):
+        refuse_arguments(out, callbacks, progress, resume)
+        source, config = prepared(model, train, test, options)
+        folder = fresh_folder(config) if out is None else Path(out)
         if resume:
-            config = as_begun(config, options, folder)
-        start = _Start(model, options.get("tokenizer"), source, folder, resume)
+            config = as_begun(config, tables_of(options), folder)
+        resume = resume and _has_begun(folder, model)
+        if not resume:
+            refuse_occupied(folder, force=False)
+        module = model if is_plain_module(model) else None
         metric = options.get("metric")
-        with given_metric(metric if callable(metric) else None):
-            return start.trained(config, callbacks, progress)
+        with (
+            model_beside(model, options.get("tokenizer"), folder, config, CONFIG, resume) as config,
+            given_metric(metric if callable(metric) else None),
+            given_module(module),
+        ):
+            result = _trained(config, folder, source, resume, callbacks, progress)
+        return TrainedModel(folder, result, module)
 
 
-def _folder(out: str | Path | None, resume: bool, config: Config) -> Path:
-    if out is None and resume:
-        raise DpfedError("resume = True needs out, the folder of the run that goes on")
-    return fresh_folder(config) if out is None else Path(out)
+def _has_begun(folder: Path, model: Any) -> bool:
+    """Return True if the folder has a run, and the saved weights of a model from memory."""
+    has_weights = isinstance(model, str | Path) or base_folder(folder).is_dir()
+    return (folder / CONFIG).is_file() and has_weights
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Everything that a run begins with, besides its configuration.
-
-    model, tokenizer  as they were given
-    source            the data
-    folder            the run folder
-    resume            True to continue the run in the folder if there is one
-    """
-
-    model: Any
-    tokenizer: Any
-    source: Source
-    folder: Path
-    resume: bool
-
-    def trained(
-        self, config: Config, callbacks: Sequence[Callback], progress: bool
-    ) -> TrainedModel:
-        """Return the finished run; train it first, unless it is to be resumed and has finished."""
-        if isinstance(self.model, str | Path):
-            return self._run(config, callbacks, progress)
-        base = base_folder(self.folder)
-        begun = self._begun and base.is_dir()
-        if not begun:
-            refuse_occupied(self.folder, force=False)
-            # The saved model makes it possible to repeat and to resume the run.
-            base = save_model(self.model, self.tokenizer, self.folder, config)
-        config = replace(config, model=replace(config.model, weights=str(base)))
-        try:
-            return self._run(config, callbacks, progress)
-        finally:
-            # Remove the saved model if an error stopped the run before it began.
-            if not (self.folder / CONFIG).exists():
-                shutil.rmtree(base)
-
-    @property
-    def _begun(self) -> bool:
-        return self.resume and (self.folder / CONFIG).is_file()
-
-    def _run(self, config: Config, callbacks: Sequence[Callback], progress: bool) -> TrainedModel:
-        module = self.model if is_plain_module(self.model) else None
-        mode: Mode = "resume" if self._begun else "new"
-        if mode == "resume" and self._finished(config):
-            return TrainedModel(self.folder, read_result(self.folder), module)
-        with ExitStack() as stack:
-            stack.enter_context(given_module(module))
-            watchers = [*callbacks, OnStart(lambda job: warn_user(job.warnings))]
-            if progress:
-                display = ProgressDisplay(config.run.rounds, show_warnings=False)
-                watchers.insert(0, stack.enter_context(display))
-            result = run(config, self.folder, mode, self.source, watchers)
-        warn_user(result_warnings(result))
-        return TrainedModel(self.folder, result, module)
-
-    def _finished(self, config: Config) -> bool:
-        """Return True if the run in the folder has finished with this very configuration."""
-        finished = read_result(self.folder).get("state") == "finished"
-        return finished and not changes(self.folder, config)
+def _trained(
+    config: Config,
+    folder: Path,
+    source: Source,
+    resume: bool,
+    callbacks: Sequence[Callback],
+    progress: bool,
+) -> Mapping[str, Any]:
+    """Train, and return the result. With `resume`, continue the run in the folder."""
+    mode: Mode = "resume" if resume else "new"
+    identity = identity_of(None, source)
+    if resume:
+        refuse_other_records(folder, identity)
+        stored = read_result(folder)
+        if stored.get("state") == "finished" and not changes(folder, config):
+            return stored
+    with ExitStack() as stack:
+        watchers = [*callbacks, OnStart(lambda job: write_identity(folder, identity))]
+        watchers.append(OnStart(lambda job: warn_user(in_python(job.warnings))))
+        if progress:
+            display = ProgressDisplay(config.run.rounds, show_warnings=False)
+            watchers.insert(0, stack.enter_context(display))
+        result = run(config, folder, mode, source, watchers)
+    warn_user(in_python(result_warnings(result)))
+    return result

@@ -1,26 +1,43 @@
-"""Models that a program holds in memory: save them beside a run, with what was spent on them."""
+"""Models and records that a program holds in memory: what of them is stored with a run."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
 
-from dpfed.api.settings import is_plain_module
-from dpfed.config import Config
+from dpfed.api.configuring import is_plain_module
+from dpfed.config import Config, load, to_toml
 from dpfed.data.tables import Source
 from dpfed.errors import DpfedError
 from dpfed.model.zoo.hub import HubSilentError
+from dpfed.privacy.ledger.private_files import restrict_tree
+from dpfed.registry import registry
 from dpfed.training.budget.prior_spending import checked, record_of, write_record
+from dpfed.training.run_folder.atomic_file import short_errors, write_file
+from dpfed.training.run_folder.files import CHECKPOINTS, CONFIG, read_object
+from dpfed.training.run_folder.folder import LOCK, refuse_occupied
 
 # Attribute of a model in memory that holds the spending record of its training.
 SPENT = "dpfed_spending"
+# File of a run folder with the hash of the records, which come from a program.
+RECORDS = "records.json"
 
 
 def refuse_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Raise DpfedError for a tokenizer that the model does not read."""
+    if tokenizer is not None and is_plain_module(model):
+        raise DpfedError(
+            "tokenizer is for a language model, and model is a torch module: leave it out"
+        )
     if tokenizer is not None and isinstance(model, str | Path):
         raise DpfedError(
             f"tokenizer is for a model in memory, and model = {str(model)!r} has its own: "
@@ -33,15 +50,42 @@ def base_folder(out: Path) -> Path:
     return out.with_name(out.name + "-base")
 
 
+@contextmanager
+def model_beside(
+    model: Any, tokenizer: Any, folder: Path, config: Config, begun: str, resume: bool = True
+) -> Iterator[Config]:
+    """Save a model from memory beside a folder; yield the configuration with its weights.
+
+    The saved model makes it possible to repeat and to resume the run. It is removed if an error
+    stops the run before it has begun. The configuration of other models is yielded unchanged.
+
+    begun   name of the file that the folder has after the beginning
+    resume  True to use the weights that an earlier call has saved
+    """
+    refuse_tokenizer(model, tokenizer)
+    if isinstance(model, str | Path):
+        yield config
+        return
+    base = base_folder(folder)
+    if not (resume and (folder / begun).is_file() and base.is_dir()):
+        save_model(model, tokenizer, folder, config)
+    try:
+        yield replace(config, model=replace(config.model, weights=str(base)))
+    finally:
+        if not (folder / begun).exists():
+            shutil.rmtree(base, ignore_errors=True)
+
+
 def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
     """Save a model from memory in a new folder beside the run's folder, and return this folder.
 
     If earlier training of the model has spent privacy, save its spending record, too.
     """
     if not hasattr(model, "save_pretrained") and not is_plain_module(model):
+        advice = ": give its .model" if hasattr(model, "model") else ""
         raise DpfedError(
             "model must be a name, a folder, a Hugging Face model or a torch module, "
-            f"not {type(model).__name__}"
+            f"not {type(model).__name__}{advice}"
         )
     if hasattr(config.model, "tokenizer") and config.model.tokenizer is None and tokenizer is None:
         raise DpfedError(
@@ -94,6 +138,22 @@ def _spending_record(model: Any) -> str | None:
     return record.text if record else None
 
 
+def refuse_other_records(folder: Path, identity: str) -> None:
+    """Raise DpfedError if the run in the folder began with other records."""
+    stored = read_object(folder / RECORDS).get("identity", identity)
+    if stored != identity:
+        raise DpfedError(
+            f"the run in {folder} began with other records: give it train and test as they were, "
+            "or choose another out"
+        )
+
+
+def write_identity(folder: Path, identity: str) -> None:
+    """Store the hash of the records that a run begins with."""
+    text = json.dumps({"identity": identity})
+    write_file(folder / RECORDS, lambda file: file.write(text.encode()))
+
+
 def identity_of(model: Any, source: Source) -> str:
     """Return a hash that changes with any record, label, class name or weight."""
     hash = hashlib.sha256(repr((source.kind, source.classes, source.white)).encode())
@@ -117,3 +177,27 @@ def _add(hash: Any, name: str, array: np.ndarray) -> None:
         hash.update(repr(array.tolist()).encode())
     else:
         hash.update(np.ascontiguousarray(array).tobytes())
+
+
+def copy_run(source: Path, out: Path) -> None:
+    """Copy a run folder to the new folder `out`, without checkpoints.
+
+    If the run began with a model in memory, its weights are copied to a folder beside `out`.
+    """
+    refuse_occupied(out, force=False)
+    config = load(source / CONFIG, [], registry())
+    base = base_folder(source)
+    begins_here = config.model.weights is not None and Path(config.model.weights) == base
+    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK)
+    with short_errors(out):
+        shutil.copytree(source, out, ignore=leave_out, dirs_exist_ok=True)
+        restrict_tree(out)
+        if not begins_here:
+            return
+        shutil.copytree(base, base_folder(out))
+    model = replace(config.model, weights=str(base_folder(out)))
+    comments = [
+        line for line in (out / CONFIG).read_text(encoding="utf-8").splitlines() if line[:1] == "#"
+    ]
+    text = "\n".join([*comments, to_toml(replace(config, model=model))])
+    write_file(out / CONFIG, lambda file: file.write(text.encode()))

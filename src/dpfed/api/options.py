@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from dpfed.privacy.planning.federation import FederationPlan
 from dpfed.training.job.public_score import Metric
@@ -58,8 +58,8 @@ class Terms(TypedDict, total=False):
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
         task: "regress" for labels that are numbers, "multilabel" for several classes of a record,
-            "causal" for the next token of texts. "auto", the default, is one class, or the next
-            token of data without labels.
+            "causal" for the next token of texts. "auto", the default, is "multilabel" for lists of
+            names, "causal" for data without labels, and else one class of each record.
         class_weights: Factor of the loss of each class; public constants.
         classes: Class names in the order of their numbers, or their count; default: from labels.
         tokenizer: Tokenizer of a language model in memory.
@@ -105,6 +105,12 @@ def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     own = set(get_type_hints(Options)) - set(get_type_hints(Switches))
     keywords = {name: value for name, value in options.items() if name in own}
     return keywords, {name: value for name, value in options.items() if name not in own}
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """Return the texts that a keyword of `Options` can be, such as "lora" for `trainable`."""
+    kinds = get_args(get_type_hints(Options)[name])
+    return tuple(text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind))
 
 
 def listing(options: type[Any]) -> Callable[[Function], Function]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from dpfed.api.words import python_words
+from dpfed.errors import DpfedError
 from dpfed.privacy.planning.federation import (
     MAX_RECORDS,
     FederationPlan,
@@ -52,15 +55,23 @@ def plan(
         The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.configuration` has
         the tables of a configuration.
     """
-    releases = releases_of(algorithm)
     numbers = {"rounds": rounds, "local_steps": local_steps, "epsilon": epsilon, "delta": delta}
-    uses: dict[str, Any] = {"batches": releases.batches, "releases": releases.releases}
-    uses["algorithm"] = algorithm
-    sizes = [records] if isinstance(records, int) else list(records)
-    federation = federation_of(sizes, clients, cohort, max_records=max_records, **numbers, **uses)
-    found = plan_federation(federation, try_rounds, try_local_steps)
-    if plot is not None:
-        from dpfed.report.figures.plan_plot import noise_over_batch
+    with python_words():
+        releases = releases_of(algorithm)
+        uses: dict[str, Any] = {"batches": releases.batches, "releases": releases.releases}
+        uses |= {"algorithm": algorithm, "max_records": max_records}
+        federation = federation_of(_sizes(records), clients, cohort, **numbers, **uses)
+        found = plan_federation(federation, try_rounds, try_local_steps)
+        if plot is not None:
+            from dpfed.report.figures.plan_plot import noise_over_batch
 
-        noise_over_batch(found, Path(plot))
+            noise_over_batch(found, Path(plot))
     return found
+
+
+def _sizes(records: int | Sequence[int]) -> list[int]:
+    """Return the numbers of records as a list of Python numbers."""
+    sizes = list(records) if isinstance(records, Iterable) else [records]
+    if not all(isinstance(size, Integral) for size in sizes):
+        raise DpfedError(f"records must be a whole number or a list of them, not {records!r:.60}")
+    return [int(size) for size in sizes]

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from dpfed.api.generation import continued
+from dpfed.api.configuring import is_plain_module
 from dpfed.api.history import history_of
-from dpfed.api.memory_model import SPENT
-from dpfed.api.prediction import Predictor
-from dpfed.api.settings import is_plain_module
-from dpfed.api.stored_run import copy_run
+from dpfed.api.memory_model import SPENT, copy_run
+from dpfed.api.prediction import Predictor, continued
+from dpfed.api.words import in_python, python_words
 from dpfed.data.memory_inputs import unlabelled_inputs
-from dpfed.errors import DpfedError, counted, phrase, python_phrases
+from dpfed.errors import DpfedError, counted, phrase
 from dpfed.model.given_module import given_module
 from dpfed.privacy.published import show_loss, show_perplexity, show_score
 from dpfed.report.figures.run_plot import run_plot
@@ -31,7 +30,7 @@ from dpfed.studies.study_reader import read_study
 from dpfed.training.budget.recorded_spending import is_run
 from dpfed.training.export import Trained, configure, read_run
 from dpfed.training.result import is_causal, task_name
-from dpfed.training.run_folder.files import read_result
+from dpfed.training.run_folder.files import read_result, read_settings
 
 if TYPE_CHECKING:
     import pandas
@@ -89,7 +88,7 @@ class TrainedModel:
 
         `print(trained.privacy_page)` shows it as one page; `trained.privacy.as_dict()` is its JSON.
         """
-        with python_phrases():
+        with python_words():
             return statement_of_run(self.out)
 
     @property
@@ -110,7 +109,7 @@ class TrainedModel:
     @property
     def warnings(self) -> Sequence[str]:
         """Sentences about what to change, or what to know before using the result."""
-        return tuple(self.result["warnings"])
+        return in_python(self.result["warnings"])
 
     @cached_property
     def model(self) -> Any:
@@ -152,7 +151,7 @@ class TrainedModel:
 
     def _predicted(self, records: Any) -> np.ndarray:
         """Return probabilities `[records, classes]`, or the predicted numbers `[records]`."""
-        with python_phrases(), given_module(self.module):
+        with python_words(), given_module(self.module):
             predictor = self._predictor
             task = predictor.model.task
             if task.causal:
@@ -166,7 +165,7 @@ class TrainedModel:
         prompts         texts, or chats: lists of messages with `role` and `content`
         max_new_tokens  largest number of tokens to write
         """
-        with python_phrases(), given_module(self.module):
+        with python_words(), given_module(self.module):
             if not is_causal(self._run.config, self.result):
                 raise DpfedError("this model writes no text: it is a classifier")
             return continued(self.model, self._run.config.model, prompts, max_new_tokens)
@@ -189,7 +188,7 @@ class TrainedModel:
 
         public  True to leave out what a published page must not show, such as who took part
         """
-        with python_phrases():
+        with python_words():
             write_page([self.out], Path(path), public, read_study)
         return Path(path)
 
@@ -200,7 +199,7 @@ class TrainedModel:
 
         merge  True to write a whole model instead, with the adapter merged into its base
         """
-        with python_phrases(), given_module(self.module):
+        with python_words(), given_module(self.module):
             write_export(self.out, Path(folder), merge)
         return Path(folder)
 
@@ -209,13 +208,13 @@ class TrainedModel:
 
         The copy is for its owner. Use `export` for a model that others may get.
         """
-        with python_phrases():
+        with python_words():
             copy_run(self.out, Path(folder))
         return Path(folder)
 
     @cached_property
     def _run(self) -> Trained:
-        with python_phrases(), given_module(self.module):
+        with python_words(), given_module(self.module):
             return read_run(self.out)
 
     @cached_property
@@ -263,7 +262,7 @@ def load(folder: str | Path, model: nn.Module | None = None) -> TrainedModel:
     model  the torch module, for a run that trained one; its weights are not used
     """
     path = Path(folder)
-    with python_phrases():
+    with python_words():
         if not is_run(path):
             raise DpfedError(f"{path} is not the folder of a run: {phrase('a run folder')}")
         if model is not None and not is_plain_module(model):
@@ -271,6 +270,9 @@ def load(folder: str | Path, model: nn.Module | None = None) -> TrainedModel:
                 f"model must be the torch module that the run trained, not {type(model).__name__}: "
                 "leave it out for other models"
             )
+        section = (read_settings(path) or {}).get("model", {})
+        if model is not None and section.get("name") != "given":
+            raise DpfedError(f"the run in {path} trained no torch module: leave model out")
         result = read_result(path)
         if "input" not in result:
             raise DpfedError(

@@ -14,7 +14,8 @@ from dpfed.api.fine_tuning import fine_tune
 from dpfed.api.memory_model import base_folder
 from dpfed.api.options import Options, listing
 from dpfed.api.trained_model import TrainedModel
-from dpfed.errors import DpfedError, StoppedError, python_phrases
+from dpfed.api.words import python_words, refuse_arguments
+from dpfed.errors import DpfedError, StoppedError
 from dpfed.privacy.accounting.guarantee import Prior
 from dpfed.privacy.accounting.pld import epsilon
 from dpfed.privacy.mechanism import Mechanism
@@ -97,7 +98,8 @@ def tune(
         progress: Show the rounds of each trial.
         options: What is trained, on what terms; see `Options`. Epsilon is that of one trial.
     """
-    with python_phrases():
+    with python_words(options, model):
+        refuse_arguments(out, progress=progress)
         points = points_of(space, trials, options)
         done: list[tuple[Trial, TrainedModel | None]] = []
         for number, changes in enumerate(points, 1):
@@ -121,6 +123,8 @@ def points_of(
     if not isinstance(space, Mapping) or not space:
         raise DpfedError('space must be a dictionary of lists, such as {"lr": [0.01, 0.1]}')
     for name, values in space.items():
+        if not isinstance(name, str):
+            raise DpfedError(f"space has the key {name!r}: a key is a keyword such as 'lr'")
         if name in SAME_FOR_ALL:
             raise DpfedError(f"{name} must be the same in all trials, which share one epsilon")
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
@@ -131,8 +135,10 @@ def points_of(
     points = [dict(zip(space, point, strict=True)) for point in itertools.product(*space.values())]
     if trials is None:
         return points
-    if not 1 <= trials <= len(points):
-        raise DpfedError(f"trials = {trials} must lie from 1 to {len(points)}, the size of space")
+    if type(trials) is not int or not 1 <= trials <= len(points):
+        raise DpfedError(
+            f"trials = {trials!r} must be a whole number from 1 to {len(points)}, the size of space"
+        )
     return random.Random(trials).sample(points, trials)
 
 

@@ -23,6 +23,8 @@ EITHER = "x"
 TEXT = "text"
 PROMPT = "prompt"
 CHAT = "messages"
+# Names of the parts of a published data set.
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "unsupervised")
 WAYS = (
     "a dictionary of columns, a data frame, a dataset, a list of dictionaries or of texts, "
     "a pair (X, y) of arrays or a torch Dataset"
@@ -33,12 +35,24 @@ def client_data(data: Any) -> dict[str, Any]:
     """Return the data set of each client by name; {} if `data` is a single data set."""
     if isinstance(data, Mapping):
         named = {str(name): value for name, value in data.items()}
-        several = not set(named) & set(LABELS) and all(map(_is_data_set, named.values()))
-        return named if several else {}
+        if set(named) & set(LABELS) or not all(map(_is_data_set, named.values())):
+            return {}
+        if named and set(named) <= set(SPLITS):
+            raise DpfedError(
+                f"train has the splits {', '.join(named)}, which are no clients: give one of them, "
+                f"such as data[{next(iter(named))!r}]"
+            )
+        return named
     # A tuple is a pair `(X, y)`, never a list of clients.
     if not isinstance(data, list) or not data or _is_record(data[0]):
         return {}
-    if not all(map(_is_data_set, data)):
+    others = [i for i, value in enumerate(data) if not _is_data_set(value)]
+    if others and len(others) < len(data):
+        raise DpfedError(
+            f"client {others[0]} of the list has {type(data[others[0]]).__name__}, and others have "
+            "a data set: give every client a data set, such as a pair (X, y)"
+        )
+    if others:
         return {}
     width = len(str(len(data) - 1))
     return {f"client {i:0{width}}": value for i, value in enumerate(data)}
@@ -185,4 +199,6 @@ def _advice(data: Any) -> str:
     """Return the remedy that ends the error message for a DataLoader; "" for other objects."""
     if hasattr(data, "dataset") and hasattr(data, "batch_size"):
         return ": give its .dataset, because batches are drawn at random here"
+    if isinstance(data, list) and data and _is_chat(data[0]):
+        return f' of chats: give {{"{CHAT}": chats}}'
     return ""

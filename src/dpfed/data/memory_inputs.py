@@ -58,9 +58,16 @@ def array_of(values: Any) -> np.ndarray:
     The callers raise an error for the shape ().
     """
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
+        rows_are_arrays = array.dtype == object and array.ndim == 1 and _is_row(array)
+        return np.stack([np.asarray(plain(row)) for row in array]) if rows_are_arrays else array
     except ValueError:
         return np.empty((), dtype=object)
+
+
+def _is_row(array: np.ndarray) -> bool:
+    """Return True if the first value is a list or an array, as in a column of a data frame."""
+    return len(array) > 0 and (isinstance(array[0], list) or getattr(array[0], "ndim", 0) > 0)
 
 
 def pick(columns: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -89,7 +96,7 @@ def inputs_of(
         return {"features": _features(columns[plain], plain, part)}, "features", {plain}
     raise DpfedError(
         f"{part} has no column that a model reads: call one {TEXTS[0]!r}, {CHAT[0]!r}, "
-        f"{IMAGES[0]!r} or {FEATURES[0]!r}; it has: {', '.join(columns)}"
+        f"{IMAGES[0]!r} or {FEATURES[0]!r}, or give a pair (X, y); it has: {', '.join(columns)}"
     )
 
 

@@ -40,22 +40,13 @@ from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import PrivateData, RecordGradients
 from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 
-__all__ = [
-    "PRIVATE",
-    "FleetOracle",
-    "Isolation",
-    "PassLimits",
-    "PrivateData",
-    "RoundTerms",
-    "free",
-    "out_of_memory",
-]
-
 # The messages of this logger reveal private data. To see them, the user must set the level of this
 # logger by its name. A level that is set for all loggers does not enable them.
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
+# A number of kinds by which every place differs from all others.
+MOST_KINDS = 1 << 30
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
     "not enough memory",
@@ -110,11 +101,13 @@ class PassLimits:
                passes of varying size for all batches
     places     number of records in each pass of exact isolation; a number above 1 must be the one
                that `settle_places` tested for this model
+    kinds      number of kinds of places that the test found; at most `places` are counted
     """
 
     max_slots: int = 512
     fixed: Sums | None = None
     places: int = 1
+    kinds: int = MOST_KINDS
 
 
 DEFAULT_LIMITS = PassLimits()
@@ -134,8 +127,7 @@ class FleetOracle:
     ) -> None:
         """Prepare the random streams and constants of the round, without drawing a batch.
 
-        noise            noise source of each client that a failed round used, if this round is
-                         computed again; None for a round that is computed for the first time
+        noise            noise sources of a failed round that is computed again; None for new ones
         wait_for_charge  blocks until the charge is on disk; the oracle calls it before each release
         admit            raises an error to refuse theta `[S, P]`; called before gradients
         """
@@ -151,6 +143,7 @@ class FleetOracle:
         self._admit = admit
         self.max_slots = limits.max_slots
         self.places = limits.places if self._exact else 1
+        self._kinds = limits.kinds
         self.fixed = None if self._exact else limits.fixed
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
@@ -287,7 +280,10 @@ class FleetOracle:
         steps = self._grid_steps()
         if self._exact:
             several = plan.unit != "record"
-            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps, several)
+            kinds = min(self._kinds, self.places)
+            exact = ExactSum(
+                self._gradients, self.places, kinds, plan.clip, plan.clipping, steps, several
+            )
             return exact.sums(theta, batch, self._log_lost if self._logs_lost else None)
         total = torch.zeros_like(theta, dtype=torch.float32 if steps is None else torch.int64)
         count = torch.zeros_like(self.phi)

@@ -86,9 +86,7 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
     Return None if no run has been scored.
     """
-    rows = tuple(
-        Row(label=g.label, accuracies=g.scores, epsilon=g.epsilon) for g in groups if g.scores
-    )
+    rows = tuple(Row(label=g.label, scores=g.scores, epsilon=g.epsilon) for g in groups if g.scores)
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)
     return next((group for group in groups if group.label in names), None)
 
@@ -123,13 +121,13 @@ def _score_card(group: Group, named: bool) -> Card:
             notes.append("one seed" if len(reached) == 1 else f"mean of {len(reached)} seeds")
             notes.append(f"{shown(number(group.first(f'start_{key}')))} before training")
             return Card(name, shown(sum(reached) / len(reached)), "; ".join(notes))
-    row = Row(label=group.label, accuracies=group.accuracies)
+    row = Row(label=group.label, scores=group.accuracies)
     start = number(group.first("start_accuracy"))
     notes = [group.label] if named else []
     if row.std is None:
         notes.append("one seed")
     else:
-        seeds = len(row.accuracies)
+        seeds = len(row.scores)
         notes.append(f"mean of {seeds} seeds, ± {show_percent(row.std)} points")
     if start:
         notes.append(f"{show_percent(start)} % before training")

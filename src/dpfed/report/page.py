@@ -114,7 +114,7 @@ def runs_side_by_side(groups: Sequence[Group]) -> Table:
         traffic = group.first("traffic")
         row = Row(
             label=group.label,
-            accuracies=group.accuracies,
+            scores=group.accuracies,
             diverged=sum(run.diverged for run in group.runs),
             epsilon=group.epsilon,
             traffic=traffic if isinstance(traffic, dict) else None,

@@ -13,16 +13,15 @@ from dpfed.privacy.published import show_setting
 from dpfed.report import narrative
 from dpfed.report.figures.figure import Figure
 from dpfed.report.generated_texts import COLUMNS, examples
+from dpfed.report.measures import ACCURACY, DASH
 from dpfed.report.run_reader import Group, RunData, number
 from dpfed.report.tables import (
-    DASH,
     Table,
     Words,
     cells,
     emphasised,
     footnotes,
     grid_words,
-    percent,
 )
 from dpfed.training.callbacks.public_figures import LEFT_OUT, flat
 
@@ -252,6 +251,6 @@ def _run_line(group: Group, run: RunData) -> list[str]:
         _shown(run.settings.get("run", {}).get("seed", DASH)),
         f"{run.result.get('state', 'unknown')}{diverged}",
         str(run.last),
-        percent(run.accuracy, None),
+        ACCURACY.shown(run.accuracy, None),
         DASH if seconds is None else f"{seconds:.1f}",
     ]

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpfed.report.measures import ACCURACY, Measure
 from dpfed.report.tables import (
     Row,
     Table,
@@ -34,12 +35,13 @@ _LATEX = str.maketrans({
 def records(table: Table) -> list[dict[str, Any]]:
     """Return each row of a table as a JSON-serialisable dict; accuracies are from 0 to 1."""
     costly = larger_epsilon(table)
-    return [_record(row, row.label in costly) for row in table.rows]
+    return [_record(row, table.measure, row.label in costly) for row in table.rows]
 
 
-def _record(row: Row, is_costly: bool) -> dict[str, Any]:
+def _record(row: Row, measure: Measure, is_costly: bool) -> dict[str, Any]:
     mean, half = row.difference or (None, None)
     interval = None if mean is None or half is None else [mean - half, mean + half]
+    other = {"other": dict(row.other)} if row.other else {}
     return {
         "method": row.label,
         "row": row.row or row.label,
@@ -47,10 +49,11 @@ def _record(row: Row, is_costly: bool) -> dict[str, Any]:
         "rates": dict(row.rates),
         "tuning_runs": row.tuning_runs,
         "at_edge": row.at_edge,
-        "seeds": len(row.accuracies),
-        "accuracy": row.mean,
+        "seeds": len(row.scores),
+        measure.key: row.mean,
         "std": row.std,
-        "accuracies": list(row.accuracies),
+        measure.values: list(row.scores),
+        **other,
         "diverged": row.diverged,
         "difference": mean,
         "interval": interval,
@@ -63,13 +66,15 @@ def _record(row: Row, is_costly: bool) -> dict[str, Any]:
 
 
 def to_json(table: Table) -> str:
-    whole = {
+    whole: dict[str, Any] = {
         "title": table.title,
         "axis": table.axis,
         "reference": table.reference,
         "rows": records(table),
         "notes": list(table.notes),
     }
+    if table.measure is not ACCURACY:
+        whole["measure"] = table.measure.key
     return json.dumps(whole, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -94,6 +99,8 @@ def _csv_line(record: Mapping[str, Any]) -> dict[str, Any]:
             out[key] = " ".join(f"{name}={lr:g}" for name, lr in value.items())
         elif key == "interval":
             out["interval_low"], out["interval_high"] = value or (None, None)
+        elif key == "other":
+            out |= value
         elif key == "traffic":
             out |= {part: (value or {}).get(part) for part in TRAFFIC}
         elif isinstance(value, dict):

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dpfed.privacy.published import show_loss, show_percent
+from dpfed.privacy.published import show_loss, show_number
+from dpfed.report.measures import ACCURACY, DASH, Measure
 from dpfed.training.callbacks.public_figures import FIGURES
 
 # Two epsilons count as equal if their ratio is below this factor. Runs that are calibrated to one
 # target epsilon differ by less.
 EQUAL_EPSILON_FACTOR = 1.01
-DASH = "–"
 # Footnotes by their mark. No mark is an asterisk, because an asterisk would begin a list in
 # Markdown.
 FOOTNOTES = {
@@ -28,6 +28,9 @@ FOOTNOTES = {
 # Column numbers of the table that `cells` returns, the most important column first. A narrow screen
 # shows only the first of them.
 IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
+# Number of columns that every table has. Tables with further scores have a column for each of these
+# after them.
+FIXED_COLUMNS = len(IMPORTANCE)
 EMPHASISED_COLUMNS = (0, 3)
 
 Bold = Callable[[str], str]
@@ -43,7 +46,8 @@ class Row:
     rates        chosen learning rates by their key
     tuning_runs  number of runs of the search for learning rates
     at_edge      True if better rates may lie outside the range of tried rates
-    accuracies   accuracy of each reported seed, 0 to 1
+    scores       score of each reported seed, such as an accuracy from 0 to 1
+    other        means over the seeds of other scores, by name; None if a seed has no such score
     diverged     number of runs that diverged
     difference   mean difference to the reference method over equal seeds, and half the width of its
                  95 % interval (None with one seed)
@@ -59,7 +63,8 @@ class Row:
     rates: Mapping[str, float] = field(default_factory=dict)
     tuning_runs: int = 0
     at_edge: bool = False
-    accuracies: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    other: Mapping[str, float | None] = field(default_factory=dict)
     diverged: int = 0
     difference: tuple[float, float | None] | None = None
     epsilon: Mapping[str, float | None] = field(default_factory=dict)
@@ -69,11 +74,11 @@ class Row:
 
     @property
     def mean(self) -> float | None:
-        return float(np.mean(self.accuracies)) if self.accuracies else None
+        return float(np.mean(self.scores)) if self.scores else None
 
     @property
     def std(self) -> float | None:
-        return float(np.std(self.accuracies, ddof=1)) if len(self.accuracies) > 1 else None
+        return float(np.std(self.scores, ddof=1)) if len(self.scores) > 1 else None
 
     @property
     def private(self) -> bool:
@@ -87,6 +92,7 @@ class Table:
     axis       the setting that varies over the columns of a grid, empty without a grid
     reference  label of the row with which the others are compared
     notes      sentences below the table
+    measure    the kind of score by which the rows are compared, such as accuracy
     """
 
     title: str
@@ -94,12 +100,18 @@ class Table:
     rows: tuple[Row, ...]
     reference: str | None = None
     notes: tuple[str, ...] = ()
+    measure: Measure = ACCURACY
+
+    @property
+    def other(self) -> tuple[str, ...]:
+        """Names of further scores of the rows, such as perplexity, which have a column each."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row.other))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean of the paired differences `ours - theirs`, and half its 95 % t interval.
 
-    Both lists hold one accuracy per seed, in the same order. With one seed there is no interval,
+    Both lists hold one score per seed, in the same order. With one seed there is no interval,
     and the second value is None.
     """
     from scipy import stats
@@ -129,7 +141,7 @@ def larger_epsilon(table: Table) -> set[str]:
 
 
 def best_of(rows: Sequence[Row], excluded: set[str], least: int = 2) -> set[str]:
-    """Return the labels of the rows with the highest mean accuracy; several if they are equal.
+    """Return the labels of the rows with the highest mean score; several if they are equal.
 
     If a row has privacy, rows without privacy are not compared. The set is empty if fewer than
     `least` rows can be compared.
@@ -143,13 +155,6 @@ def best_of(rows: Sequence[Row], excluded: set[str], least: int = 2) -> set[str]
         return set()
     top = max(means.values(), default=0.0)
     return {label for label, mean in means.items() if mean == top}
-
-
-def percent(mean: float | None, spread: float | None, sign: bool = False) -> str:
-    if mean is None:
-        return DASH
-    text = show_percent(mean, 2, sign)
-    return text if spread is None else f"{text} ± {show_percent(spread, 2)}"
 
 
 def size(count: float) -> str:
@@ -168,8 +173,10 @@ def cells(table: Table) -> Words:
     """
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
-    head = ["method", "tuned", "tuning runs", "accuracy %", f"difference to {reference}"]
-    head += ["epsilon (server)", "epsilon (third party)", "up", "down"]
+    shown = table.measure.shown
+    score = f"{table.measure.name} {table.measure.unit}".strip()
+    head = ["method", "tuned", "tuning runs", score, f"difference to {reference}"]
+    head += ["epsilon (server)", "epsilon (third party)", "up", "down", *table.other]
     body = []
     for row in table.rows:
         rates = " ".join(f"{key} {lr:g}" for key, lr in row.rates.items())
@@ -178,11 +185,12 @@ def cells(table: Table) -> Words:
             " ".join([row.label, *_marks(row, costly)]),
             rates or DASH,
             str(row.tuning_runs),
-            percent(row.mean, row.std),
-            percent(difference, half, sign=True),
+            shown(row.mean, row.std),
+            shown(difference, half, sign=True),
             *(_epsilon(row, view) for view in FIGURES),
             _sent(row, "up"),
             _sent(row, "down"),
+            *(_other(row, name) for name in table.other),
         ]
         body.append(line)
     return head, body
@@ -191,7 +199,12 @@ def cells(table: Table) -> Words:
 def _epsilon(row: Row, view: str) -> str:
     if row.private:
         return show_loss(row.epsilon[view], 2)
-    return "no privacy" if row.accuracies else DASH
+    return "no privacy" if row.scores else DASH
+
+
+def _other(row: Row, name: str) -> str:
+    value = row.other.get(name)
+    return DASH if value is None else show_number(value)
 
 
 def _sent(row: Row, way: str) -> str:
@@ -211,11 +224,13 @@ def footnotes(table: Table) -> list[str]:
     used = {mark for row in table.rows for mark in _marks(row, costly)}
     failed = "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed)
     sentences = {**FOOTNOTES, "§": FOOTNOTES["§"] + failed}
+    if table.measure is not ACCURACY:
+        sentences["‡"] = f"has runs that diverged, so it has no mean {table.measure.name}"
     return [f"{mark} {sentence}" for mark, sentence in sentences.items() if mark in used]
 
 
 def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[list[str]]:
-    """Return the cells of a table with the name and accuracy of the best rows in bold.
+    """Return the cells of a table with the name and score of the best rows in bold.
 
     In a table with an axis (a setting that varies) nothing is bold, because `grid_words` shows the
     best rows.
@@ -234,7 +249,7 @@ def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[
 
 
 def grid_words(table: Table, bold: Bold) -> Words | None:
-    """Return the accuracies as a grid: one line per method, one column per value of the axis.
+    """Return the scores as a grid: one line per method, one column per value of the axis.
 
     The axis is the setting that varies between columns. Return None for a table without an axis.
     """
@@ -256,7 +271,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
     def word(row: Row | None) -> str:
         if row is None:
             return DASH
-        text = percent(row.mean, row.std)
+        text = table.measure.shown(row.mean, row.std)
         return (bold(text) if row.label in best else text) + _marks(row, costly)
 
     body = [[name, *(word(at.get((name, column))) for column in columns)] for name in names]
@@ -272,7 +287,8 @@ def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int
     border = 3
     left = width - 1
     shown: dict[int, int] = {}
-    for i in IMPORTANCE:
+    other = range(FIXED_COLUMNS, len(head))
+    for i in (*IMPORTANCE[:2], *other, *IMPORTANCE[2:]):
         longest_word = max(len(word) for word in head[i].split())
         wanted = max([longest_word, *(len(line[i]) for line in body)])
         if i == 0:

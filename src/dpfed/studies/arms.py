@@ -128,7 +128,7 @@ def make_arm(
     if name not in registry.algorithm:
         raise DpfedError(
             f"{phrase('algorithms')}: {name!r} is not a method{nearest(name, known)}; "
-            f"{phrase('list algorithms')}"
+            "`dpfed list algorithms` shows what there is"
         )
     overrides = [f"algorithm.name={name}"]
     for item in (part.strip() for part in changes.split(";") if part.strip()):

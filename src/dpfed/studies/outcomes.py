@@ -14,10 +14,12 @@ from typing import Any
 
 from dpfed.config import Config
 from dpfed.errors import DpfedError
+from dpfed.report.measures import ACCURACY, OTHER_SCORES, R2, Measure, measure_of
 from dpfed.studies.search import Score
 from dpfed.training.run_folder.files import METRICS, read_result, read_rows
 from dpfed.training.run_folder.folder import versions
 
+NO_R2 = "all numbers in one half of the test set are equal, so there is no R2"
 # Errors that reading a damaged file can raise.
 DAMAGED = (
     OSError,
@@ -52,19 +54,25 @@ class Task:
 class Outcome:
     """The result of one run.
 
-    accuracy, loss  values of the last scored round; 0 and infinity for a run that diverged
+    accuracy, loss  values of the last scored round; 0 and infinity for a run that diverged.
+                    Regression has no accuracy, so it is None
+    r2              share of the test numbers' variance that the model explains; None for other
+                    tasks, and for a run that diverged
+    other           further scores of the task, by name
     records         number of test records that were scored
     blind           accuracy and loss of a model that ignores its input; 0 if unknown
     diverged        True if training values were no longer finite
     epsilon         epsilon by view; None without privacy
     guarantee       the privacy guarantee in words
     traffic         numbers and bytes that one client sends and receives in a round
-    curve           (round, accuracy) of every scored round
+    curve           (round, score) of every scored round; the score is accuracy or R2
     failed          the reason why there is no result, or None
     """
 
-    accuracy: float = 0.0
+    accuracy: float | None = 0.0
     loss: float = math.inf
+    r2: float | None = None
+    other: Mapping[str, float] = field(default_factory=dict)
     records: int = 1
     blind: tuple[float, float] = (0.0, 0.0)
     diverged: bool = False
@@ -74,8 +82,15 @@ class Outcome:
     curve: tuple[tuple[int, float], ...] = ()
     failed: str | None = None
 
+    def main(self, measure: Measure) -> float | None:
+        """Return the score by which methods are compared."""
+        return self.accuracy if measure is ACCURACY else self.r2
+
     @property
     def score(self) -> Score:
+        """The score by which the search compares learning rates."""
+        if self.accuracy is None:
+            return Score(None, self.loss, 0.0, *self.blind)
         error = math.sqrt(self.accuracy * (1 - self.accuracy) / self.records)
         return Score(self.accuracy, self.loss, error, *self.blind)
 
@@ -88,8 +103,13 @@ def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
     """Return the accuracy and loss of the best model that ignores its input.
 
     The accuracy is the share of the largest class. The loss is the entropy of the class shares.
-    With several labels for a record, both are means over the labels.
+    With several labels for a record, both are means over the labels. The loss of regression is the
+    variance of the numbers, and there is no accuracy, so it is 0.
     """
+    if result.get("task") == "regress":
+        loss, r2 = result["test_loss"], result["test_r2"]
+        is_known = loss is not None and r2 is not None and r2 < 1
+        return 0.0, float(loss) / (1 - float(r2)) if is_known else 0.0
     per_class = (result.get("metrics") or {}).get("per_class", {})
     counts = [int(row["support"]) for row in per_class.values()]
     if any(count < 0 for count in counts):
@@ -120,13 +140,22 @@ def read_outcome(folder: Path) -> Outcome | None:
         # If the last line is damaged, the rows end before the last round: repeat such a run.
         if rows[-1]["round"] != result["rounds"]:
             return None
-        scored = [row for row in rows if row["accuracy"] is not None]
-        curve = tuple((int(row["round"]), float(row["accuracy"])) for row in scored)
-        loss = scored[-1]["loss"]
+        measure = measure_of(str(result.get("task")))
         diverged = bool(result.get("diverged", False))
+        if measure is R2 and result["test_r2"] is None:
+            if result["test_loss"] is not None:
+                return Outcome(failed=NO_R2)
+            # A loss that is not finite has no R2.
+            diverged = True
+        scored = [row for row in rows if row.get(measure.key) is not None]
+        curve = tuple((int(row["round"]), float(row[measure.key])) for row in scored)
+        loss = scored[-1]["loss"]
+        last = 0.0 if diverged else curve[-1][1]
         found = Outcome(
-            accuracy=0.0 if diverged else curve[-1][1],
+            accuracy=last if measure is ACCURACY else None,
             loss=math.inf if diverged or loss is None else float(loss),
+            r2=last if measure is R2 and not diverged else None,
+            other={} if diverged else _other_scores(result),
             records=int(result["test_records"]),
             blind=blind_of(result),
             diverged=diverged,
@@ -140,6 +169,14 @@ def read_outcome(folder: Path) -> Outcome | None:
         return None
 
 
+def _other_scores(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite scores of a task that its table shows beside the main score."""
+    metrics = result.get("metrics") or {}
+    names = OTHER_SCORES.get(str(result.get("task")), ())
+    found = {name: float(metrics[name]) for name in names if metrics.get(name) is not None}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
 def _plausible(found: Outcome) -> bool:
     """Return True if all values are possible.
 
@@ -148,8 +185,9 @@ def _plausible(found: Outcome) -> bool:
     """
     figures = [value for value in found.epsilon.values() if value is not None]
     counts = list((found.traffic or {}).values())
+    lowest = 0.0 if found.accuracy is not None else -math.inf
     return (
-        all(0 <= accuracy <= 1 for _, accuracy in found.curve)
+        all(lowest <= score <= 1 for _, score in found.curve)
         and not math.isnan(found.loss)
         and found.records >= 1
         and isinstance(found.guarantee, str)

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dpfed.errors import DpfedError
-from dpfed.report.figures.plots import Curve, accuracy_over_rounds
+from dpfed.report.figures.plots import Curve, scores_over_rounds
+from dpfed.report.measures import ACCURACY, Measure
 from dpfed.report.table_files import to_csv, to_json, to_latex, to_markdown
 from dpfed.report.tables import Row, Table, paired
 from dpfed.studies.arms import REFERENCE
+from dpfed.studies.search import Score
 from dpfed.studies.study import ArmResult, Study
 from dpfed.training.callbacks.public_figures import FIGURES
 
@@ -20,6 +22,10 @@ TABLES = {
     "table.json": to_json,
     "table.md": to_markdown,
     "table.tex": to_latex,
+}
+CHOSEN_BY = {
+    "accuracy": "by accuracy, and by loss where accuracies differ by less than one standard error",
+    "r2": "by loss",
 }
 CURVES = ("curves.png", "curves.svg")
 SEARCH = "search.csv"
@@ -32,26 +38,29 @@ def table_of(study: Study, results: Sequence[ArmResult]) -> Table:
     reference = REFERENCE if references else None
     if len(references) == 1:
         (reference,) = references
-    rows = tuple(_row(result, done, study.search_seeds) for result in results)
-    return Table(study.title, study.axis, rows, reference, tuple(_notes(study, rows)))
+    rows = tuple(_row(result, done, study) for result in results)
+    notes = tuple(_notes(study, rows))
+    return Table(study.title, study.axis, rows, reference, notes, study.measure)
 
 
-def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) -> Row:
+def _row(result: ArmResult, done: Mapping[str, ArmResult], study: Study) -> Row:
     arm = result.arm
     reported = result.reported
-    accuracies = tuple(outcome.accuracy for outcome in reported)
+    scores = _scores(result, study.measure)
     reference = done.get(arm.reference or "")
     difference = None
-    if reference is not None and reference is not result and reported:
-        difference = paired(accuracies, [outcome.accuracy for outcome in reference.reported])
+    if reference is not None and reference is not result:
+        theirs = _scores(reference, study.measure)
+        difference = paired(scores, theirs) if scores and theirs else None
     return Row(
         label=arm.label,
         row=arm.row or arm.label,
         column=arm.column,
         rates=dict(zip(arm.grids, result.point, strict=True)) if result.point else {},
-        tuning_runs=search_seeds * len(result.tuned),
+        tuning_runs=study.search_seeds * len(result.tuned),
         at_edge=result.at_edge,
-        accuracies=accuracies,
+        scores=scores,
+        other=_other_means(result),
         diverged=sum(outcome.diverged for outcome in reported),
         difference=difference,
         epsilon={view: _largest_epsilon(result, view) for view in FIGURES},
@@ -59,6 +68,24 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], search_seeds: int) ->
         traffic=reported[0].traffic if reported else None,
         failed=result.failed,
     )
+
+
+def _scores(result: ArmResult, measure: Measure) -> tuple[float, ...]:
+    """Return the score of each seed. Return () if a run that diverged has no score."""
+    found = [outcome.main(measure) for outcome in result.reported]
+    scores = tuple(score for score in found if score is not None)
+    return scores if len(scores) == len(found) else ()
+
+
+def _other_means(result: ArmResult) -> dict[str, float | None]:
+    """Return the means over the seeds of other scores; None if a seed has no such score."""
+    reported = result.reported
+    names = dict.fromkeys(name for outcome in reported for name in outcome.other)
+    out: dict[str, float | None] = {}
+    for name in names:
+        values = [outcome.other[name] for outcome in reported if name in outcome.other]
+        out[name] = sum(values) / len(values) if len(values) == len(reported) else None
+    return out
 
 
 def _largest_epsilon(result: ArmResult, view: str) -> float | None:
@@ -76,13 +103,17 @@ def _notes(study: Study, rows: Sequence[Row]) -> list[str]:
     others = "another seed"
     if study.search_seeds > 1:
         others = f"the mean of {study.search_seeds} other seeds"
+    chosen_by = CHOSEN_BY[study.measure.key]
+    points = f"points of {study.measure.name}" if study.measure is ACCURACY else study.measure.name
     notes = [
-        f"accuracy: mean ± standard deviation over {seeds} on the test half of the server's public "
-        f"data; rates were chosen on the other half with {others}, by the same number of runs for "
-        "every method (by accuracy, and by loss where accuracies differ by less than one standard "
-        "error)",
-        "difference: paired over seeds, in points of accuracy, with its 95 % t interval",
+        f"{study.measure.name}: mean ± standard deviation over {seeds} on the test half of the "
+        f"server's public data; rates were chosen on the other half with {others}, by the same "
+        f"number of runs for every method ({chosen_by})",
+        f"difference: paired over seeds, in {points}, with its 95 % t interval",
     ]
+    other = dict.fromkeys(name for row in rows for name in row.other)
+    if other:
+        notes.append(f"{', '.join(other)}: means over the seeds on the test half")
     notes += _privacy_notes(rows)
     if any(row.traffic for row in rows):
         notes.append("up, down: numbers (bytes) that one client sends and receives in a round")
@@ -115,7 +146,7 @@ def failures(results: Sequence[ArmResult]) -> list[str]:
 
 
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
-    """Return the accuracy curve of each arm, without the runs that stopped early.
+    """Return the score curve of each arm, without the runs that stopped early.
 
     axis  name of the setting that varies over the columns, for the panels' titles; "" for a
           single panel
@@ -127,27 +158,34 @@ def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
         if full:
             panel = f"{axis} {result.arm.column}" if axis else ""
             rounds = tuple(t for t, _ in lines[0])
-            seeds = tuple(tuple(accuracy for _, accuracy in line) for line in lines)
+            seeds = tuple(tuple(score for _, score in line) for line in lines)
             out.append(Curve(result.arm.row or result.arm.label, panel, rounds, seeds))
     return out
 
 
-def search_csv(results: Sequence[ArmResult]) -> str:
+def search_csv(results: Sequence[ArmResult], measure: Measure = ACCURACY) -> str:
     out = io.StringIO()
     keys = list(dict.fromkeys(key for result in results for key in result.arm.grids))
-    head = ["method", *keys, "validation_accuracy", "validation_loss", "chosen"]
+    head = ["method", *keys, f"validation_{measure.key}", "validation_loss", "chosen"]
     writer = csv.DictWriter(out, head, restval="", lineterminator="\n")
     writer.writeheader()
     for result in results:
         for point, score in sorted(result.tuned.items()):
             line: dict[str, object] = {
                 "method": result.arm.label,
-                "validation_accuracy": score.accuracy,
+                f"validation_{measure.key}": _validation_score(score),
                 "validation_loss": score.loss,
                 "chosen": "yes" if point == result.point else "",
             }
             writer.writerow(line | dict(zip(result.arm.grids, point, strict=True)))
     return out.getvalue()
+
+
+def _validation_score(score: Score) -> float | str:
+    """Return the accuracy of a point of the search, or R2; "" if R2 is not known."""
+    if score.accuracy is not None:
+        return score.accuracy
+    return 1 - score.loss / score.blind_loss if score.blind_loss else ""
 
 
 def write(study: Study, results: Sequence[ArmResult], out: Path) -> Table:
@@ -158,9 +196,9 @@ def write(study: Study, results: Sequence[ArmResult], out: Path) -> Table:
     try:
         for name, text_of in TABLES.items():
             (out / name).write_text(text_of(table), encoding="utf-8")
-        (out / SEARCH).write_text(search_csv(results), encoding="utf-8")
+        (out / SEARCH).write_text(search_csv(results, table.measure), encoding="utf-8")
         if curves:
-            accuracy_over_rounds(curves, study.title, [out / name for name in CURVES])
+            scores_over_rounds(curves, study.title, study.measure, [out / name for name in CURVES])
     except OSError as error:
         raise DpfedError(
             f"the tables in {out} cannot be written: {error.strerror or error}"

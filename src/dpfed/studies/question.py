@@ -36,8 +36,11 @@ class Question:
     about: str | None = None
 
 
-def study_from(base: Config, question: Question, known: Registry) -> Study:
-    """Return the study that the options `question` describe, with the configuration `base`."""
+def study_from(base: Config, question: Question, known: Registry, given: str = "") -> Study:
+    """Return the study that the options `question` describe, with the configuration `base`.
+
+    given  hash of the data and the model that a program holds in memory; "" if none
+    """
     grids = parse_grids(question.rates, known)
     title = question.about or f"{base.model.name} on {base.data.name}"
     axis = ""
@@ -59,6 +62,7 @@ def study_from(base: Config, question: Question, known: Registry) -> Study:
         title,
         axis,
         search_seeds=question.search_seeds,
+        given=given,
     )
 
 

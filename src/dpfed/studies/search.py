@@ -13,7 +13,7 @@ can be resumed.
 
 The best point has the lowest loss of all points within one standard error of the highest accuracy.
 Accuracy alone does not decide: on a small validation set many rates give equally many right
-answers.
+answers. For predicted numbers, which have no accuracy, the lowest loss decides.
 
 If no rate is better than a model that ignores its input, the direction of better rates is unknown.
 Points are then added at both edges in turn, first at the larger rates.
@@ -43,11 +43,12 @@ LONE = math.sqrt(10)
 class Score(NamedTuple):
     """The result of a point on the validation half of the public data.
 
+    accuracy                    None for a task without accuracy
     error                       standard error of the accuracy
     blind_accuracy, blind_loss  values of the best model that ignores its input; 0 if unknown
     """
 
-    accuracy: float
+    accuracy: float | None
     loss: float = 0.0
     error: float = 0.0
     blind_accuracy: float = 0.0
@@ -64,12 +65,15 @@ def mean(scores: Sequence[Score]) -> Score:
     the average standard error of a seed. It is larger if the seeds' accuracies differ by more.
     """
     count = len(scores)
-    accuracy = sum(score.accuracy for score in scores) / count
     loss = sum(score.loss for score in scores) / count
-    spread = sum((score.accuracy - accuracy) ** 2 for score in scores) / max(1, count - 1)
+    # A seed that diverged may have no blind values. Take the blind values of another seed.
+    informed = max(scores, key=lambda score: (score.blind_accuracy, score.blind_loss))
+    accuracies = [score.accuracy for score in scores if score.accuracy is not None]
+    if not accuracies:
+        return informed._replace(loss=loss)
+    accuracy = sum(accuracies) / count
+    spread = sum((value - accuracy) ** 2 for value in accuracies) / max(1, count - 1)
     error = max(math.sqrt(spread / count), sum(score.error for score in scores) / count)
-    # A seed that diverged may have no blind accuracy. Take the blind accuracy of another seed.
-    informed = max(scores, key=lambda score: score.blind_accuracy)
     return informed._replace(accuracy=accuracy, loss=loss, error=error)
 
 
@@ -148,11 +152,17 @@ def best(scored: Scores) -> Point:
 def _close_to_top(scored: Scores) -> dict[Point, Score]:
     """Return the scores of all points within one standard error of the highest accuracy."""
     top = _top(scored)
-    return {point: s for point, s in scored.items() if s.accuracy >= top.accuracy - top.error}
+    least = _accuracy(top) - top.error
+    return {point: score for point, score in scored.items() if _accuracy(score) >= least}
 
 
 def _top(scored: Scores) -> Score:
-    return max(scored.values(), key=lambda score: score.accuracy)
+    return max(scored.values(), key=_accuracy)
+
+
+def _accuracy(score: Score) -> float:
+    """Return the accuracy. It is 0 for all points of a task without accuracy."""
+    return 0.0 if score.accuracy is None else score.accuracy
 
 
 def winners(scored: Scores) -> list[Point]:
@@ -163,9 +173,11 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def decision(scored: Scores) -> str:
-    """Return a text that says if accuracy or loss selected the best point."""
+    """Return a text that says whether accuracy or loss selected the best point."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
+    if chosen.accuracy is None:
+        return f"the lowest loss, {show_score(chosen.loss, 4)}"
     if len(close) == 1:
         return f"the highest accuracy, {show_score(chosen.accuracy)}"
     return (
@@ -179,11 +191,11 @@ def lost(scored: Scores) -> bool:
 
     A point is better if its accuracy is clearly higher or its loss clearly lower.
     """
-    top = max(scored.values(), key=lambda score: (score.accuracy, -score.loss))
+    top = max(scored.values(), key=lambda score: (_accuracy(score), -score.loss))
     least = min(score.loss for score in scored.values())
     return (
-        top.blind_accuracy > 0
-        and top.accuracy <= top.blind_accuracy + top.error
+        (top.blind_accuracy > 0 or top.blind_loss > 0)
+        and _accuracy(top) <= top.blind_accuracy + top.error
         and TAUGHT * top.blind_loss <= least < math.inf
     )
 

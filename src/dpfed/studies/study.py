@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 from dpfed.config import Registry, to_dict
 from dpfed.config.key_history import as_first_written
 from dpfed.errors import DpfedError, phrase
+from dpfed.report.measures import Measure, measure_of
 from dpfed.report.run_reader import STUDY_FILE
 from dpfed.studies.arms import Arm
 from dpfed.studies.outcomes import Outcome, Task, clear, cost_of, key_of, read_outcome
@@ -72,6 +73,11 @@ class Study:
             if plain[key] == default:
                 del plain[key]
         return plain
+
+    @property
+    def measure(self) -> Measure:
+        """The score by which the table compares methods."""
+        return measure_of(str(self.base["model"].get("task")))
 
     @property
     def name(self) -> str:
@@ -277,17 +283,14 @@ def check(study: Study, registry: Registry) -> None:
             f"{phrase('compare')} runs many times on the same records, which real noise would "
             'have to pay for each time: set run.noise = "seeded"'
         )
-    if study.base["model"].get("task") == "regress":
-        raise DpfedError(
-            f"{phrase('compare')} ranks methods by accuracy, which predicted numbers do not have: "
-            "compare the metrics of single runs"
-        )
-    if study.seeds < 1:
-        raise DpfedError(f"{phrase('seeds')} {study.seeds} must be at least 1")
-    if study.search_seeds < 1:
-        raise DpfedError(f"{phrase('search seeds')} {study.search_seeds} must be at least 1")
+    for name, count in {"seeds": study.seeds, "search seeds": study.search_seeds}.items():
+        if type(count) is not int or count < 1:
+            raise DpfedError(f"{phrase(name)} {count!r} must be a whole number of at least 1")
     for arm in study.arms:
-        run = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry).run
+        config = arm.configure(study.base, tuple(grid[0] for grid in arm.space), registry)
+        if to_dict(config)["model"].get("task") != study.base["model"].get("task"):
+            raise DpfedError(f"{arm.label}: model.task must be the same for all methods")
+        run = config.run
         fixed = (run.noise, run.seed, run.eval_on, run.keep, run.early_stopping)
         if fixed != ("seeded", study.base["run"]["seed"], "all", "last", None):
             raise DpfedError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpfed.errors import DpfedError
 from dpfed.registry import registry
+from dpfed.report.measures import ACCURACY, MEASURES, Measure
 from dpfed.report.run_reader import Group, group_of, number, read_run_data
 from dpfed.report.tables import Row, Table
 from dpfed.studies.arms import Arm
@@ -26,13 +27,15 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
     """
     try:
         found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+        measure = MEASURES[found.get("measure", ACCURACY.key)]
         table = Table(
             title=str(found["title"]),
             axis=str(found["axis"]),
-            rows=tuple(_row(record, public) for record in found["rows"]),
+            rows=tuple(_row(record, measure, public) for record in found["rows"]),
             reference=found["reference"],
             # A public page has no notes, because notes contain seeds, which determine the cohorts.
             notes=() if public else tuple(map(str, found["notes"])),
+            measure=measure,
         )
     except FileNotFoundError:
         raise DpfedError(
@@ -45,7 +48,7 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
     return table, _groups(folder, table, public)
 
 
-def _row(record: Mapping[str, Any], public: bool) -> Row:
+def _row(record: Mapping[str, Any], measure: Measure, public: bool) -> Row:
     mean = number(record["difference"])
     interval = record["interval"]
     half = (float(interval[1]) - float(interval[0])) / 2 if interval else None
@@ -58,7 +61,8 @@ def _row(record: Mapping[str, Any], public: bool) -> Row:
         rates={str(key): float(value) for key, value in record["rates"].items()},
         tuning_runs=int(record["tuning_runs"]),
         at_edge=bool(record["at_edge"]),
-        accuracies=tuple(float(value) for value in record["accuracies"]),
+        scores=tuple(float(value) for value in record[measure.values]),
+        other={str(key): number(value) for key, value in record.get("other", {}).items()},
         diverged=int(record["diverged"]),
         difference=None if mean is None else (mean, half),
         epsilon={view: number(record["epsilon"].get(view)) for view in FIGURES},

@@ -7,6 +7,7 @@ from rich.table import Column
 
 from dpfed.errors import counted
 from dpfed.privacy.published import show_score
+from dpfed.report.measures import ACCURACY, R2
 from dpfed.studies.study import EndedRun, Planned
 from dpfed.training.callbacks.progress import Display
 
@@ -31,7 +32,9 @@ class StudyWatch(Display):
         elif outcome.diverged:
             score = "diverged"
         else:
-            score = f"accuracy {show_score(outcome.accuracy)}  loss {show_score(outcome.loss, 4)}"
+            measure = R2 if outcome.accuracy is None else ACCURACY
+            reached = f"{measure.name} {show_score(outcome.main(measure))}"
+            score = f"{reached}  loss {show_score(outcome.loss, 4)}"
         line = f"{ended.task.label}  {score}" + ("" if ended.fresh else "  (was done)")
         count = f"{ended.done} of {runs_in_words(ended.planned)}"
         bar = {"completed": ended.done, "total": ended.planned.runs}

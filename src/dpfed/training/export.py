@@ -152,7 +152,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     if merge and trained.config.model.train != "lora":
         raise DpfedError(
             f"{phrase('merge')} joins an adapter with its base; "
-            f"train = {trained.config.model.train!r} has none"
+            f"model.train = {trained.config.model.train!r} has none"
         )
     if merge:
         trained = _with_plain_base(trained)

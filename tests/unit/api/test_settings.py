@@ -62,10 +62,13 @@ def test_a_keyword_and_a_setting_that_differ_are_refused(
 
 
 def test_two_explicit_noise_levels_are_refused_like_those_of_a_file(tmp_path: Path) -> None:
+    """The sentences are equal, but Python has its own words."""
     sentences = []
     with pytest.raises(DpfedError) as error:
         linear(tmp_path / "run", epsilon=1.0, settings={"privacy.sigma": 0.3})
-    sentences.append(str(error.value))
+    assert "privacy.sigma and epsilon (or privacy.enabled = False)" in str(error.value)
+    keys = str(error.value).replace(" epsilon", " privacy.target_epsilon")
+    sentences.append(keys.replace("False", "false"))
     with pytest.raises(DpfedError) as error:
         load("digits", ["privacy.target_epsilon=1", "privacy.sigma=0.3"], registry())
     sentences.append(str(error.value))
@@ -189,9 +192,9 @@ def test_warnings_are_issued_where_fine_tune_is_called(tmp_path: Path) -> None:
     assert not any(
         "classes" in said for said in linear(tmp_path / "b", data, clients=2, classes=8).warnings
     )
-    with pytest.warns(DpfedWarning, match=r"privacy\.delta = 0\.01 is at least a tenth of 1 / 10"):
+    with pytest.warns(DpfedWarning, match=r"^delta = 0\.01 is at least a tenth of 1 / 10"):
         linear(tmp_path / "c", clients=2, delta=0.01)
-    with pytest.raises(DpfedError, match=r"privacy\.delta = 0\.5 is at least 1 / 10"):
+    with pytest.raises(DpfedError, match=r"^delta = 0\.5 is at least 1 / 10"):
         linear(tmp_path / "d", clients=2, delta=0.5)
 
 

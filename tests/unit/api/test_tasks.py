@@ -190,18 +190,77 @@ def test_tune_finds_the_best_score_of_numbers(tmp_path: Path) -> None:
     assert found.trials["score"].max() == found.best.result["test_r2"]
 
 
+def test_lists_of_names_are_several_labels_without_a_task(tmp_path: Path) -> None:
+    """Lists of 0 and 1 could also be one class of a record, so they need `task`."""
+    names = np.array(["a", "b", "c"])
+    lists = [names[row > 0].tolist() for row in FLAGS.to_numpy()]
+    assert [] in lists
+    run, stated = (
+        train(tmp_path / str(task), lists, task, rounds=1) for task in (None, "multilabel")
+    )
+    assert run.result["task"] == "multilabel"
+    assert run.classes == ("a", "b", "c")
+    assert run.metrics == stated.metrics
+    with pytest.raises(DpfedError, match='for a record, set task = "multilabel"'):
+        train(tmp_path / "other", lists, "classify")
+
+
+def compared(out: Path, y: Any, task: Any, algorithms: list[str], **keys: Any) -> dpfed.Comparison:
+    settings = {"run.local_steps": 2, "privacy.sigma": 0.5, "privacy.batch": 8.0}
+    return dpfed.compare(
+        "linear", (X[:80], y[:80]), (X[PUBLIC], y[PUBLIC]), task=task, algorithms=algorithms,
+        clients=2, rounds=2, out=out, progress=False, epsilon=None,
+        settings={**settings, **keys.pop("settings", {})}, **keys,
+    )  # fmt: skip
+
+
 def test_compare_ranks_methods_of_several_labels(tmp_path: Path) -> None:
-    data = (X[:80], FLAGS[:80]), (X[PUBLIC], FLAGS[PUBLIC])
-    keys: dict[str, Any] = {
-        "algorithms": ["dp-fedavg"], "rates": {"dp-fedavg": [0.3]}, "clients": 2, "rounds": 2,
-        "seeds": 1, "progress": False, "settings": {"run.local_steps": 1, "privacy.batch": 8.0},
-    }  # fmt: skip
-    found = dpfed.compare("linear", *data, task="multilabel", out=tmp_path / "study", **keys)
-    assert 0 < found.table["accuracy"].iloc[0] <= 1
-    numbers = (X[:80], NUMBERS[:80]), (X[PUBLIC], NUMBERS[PUBLIC])
-    with pytest.raises(DpfedError, match=r"dpfed\.compare ranks methods by accuracy, which predic"):
-        dpfed.compare("linear", *numbers, task="regress", out=tmp_path / "other", **keys)
-    assert not (tmp_path / "other").exists()
+    found = compared(tmp_path / "study", FLAGS, "multilabel", ["dp-fedavg:lr=0.3"], seeds=2)
+    runs = [dpfed.load(path.parent) for path in found.out.glob("runs/*/run.json")]
+    for name in ("accuracy", "macro_f1", "exact_match"):
+        mean = np.mean([run.metrics[name] for run in runs])
+        assert found.table[name].iloc[0] == pytest.approx(mean)
+
+
+def test_compare_ranks_methods_of_numbers_by_r2(tmp_path: Path) -> None:
+    """The lowest loss chooses the rate. A run that diverged has no score, not the score 0."""
+    methods = ["dp-fedavg", "dp-fedavg:lr=1e30"]
+    rates = {"dp-fedavg": [0.1, 0.5]}
+    found = compared(tmp_path / "study", NUMBERS, "regress", methods, rates=rates, seeds=2)
+    table, search = found.table, found.search
+    assert "accuracy" not in table
+    good, wild = table.loc["dp-fedavg"], table.loc["dp-fedavg:lr=1e30"]
+    assert good["r2"] == pytest.approx(np.mean([float(x) for x in good["r2_values"].split()]))
+    assert good["r2"] > 0.5
+    assert good["mae"] < good["rmse"] < NUMBERS.std()
+    assert wild["diverged"] == 2
+    assert wild[["r2", "mae", "rmse", "difference"]].isna().all()
+    chosen = search[search["chosen"] == "yes"]
+    assert chosen["validation_loss"].item() == search["validation_loss"].min()
+    assert chosen["validation_r2"].item() == search["validation_r2"].max()
+    assert found.plot().axes[0].get_ylabel() == "R2 on the test half"
+    markdown = (found.out / "table.md").read_text()
+    assert "| R2 |" in markdown
+    assert "has runs that diverged, so it has no mean R2" in markdown
+    page = found.report(tmp_path / "page.html").read_text()
+    assert ">mae<" in page
+    assert ">R2<" in page
+
+
+def test_compare_needs_test_numbers_that_differ(tmp_path: Path) -> None:
+    """Without variance in a half of the test numbers, no method has an R2."""
+    equal = np.where(np.arange(120) < 80, NUMBERS, 100.0)
+    methods = ["dp-fedavg:lr=0.1"]
+    with pytest.raises(DpfedError, match=r"of the test set are 100\.0: set model\.target"):
+        compared(tmp_path / "study", equal, "regress", methods)
+    scale = {"model.target_mean": 100.0, "model.target_scale": 20.0}
+    with pytest.raises(DpfedError, match="all numbers in one half of the test set are equal"):
+        compared(tmp_path / "other", equal, "regress", methods, settings=scale)
+
+
+def test_methods_of_a_study_have_one_task(tmp_path: Path) -> None:
+    with pytest.raises(DpfedError, match=r"^dp-fedavg:model\.task=.*must be the same for all meth"):
+        compared(tmp_path / "study", NUMBERS, "regress", ["dp-fedavg:model.task=classify"])
 
 
 def test_the_best_answer_without_inputs_to_several_labels() -> None:
@@ -212,3 +271,11 @@ def test_the_best_answer_without_inputs_to_several_labels() -> None:
     assert accuracy == pytest.approx((0.75 + 0.5) / 2)
     entropies = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), math.log(2)]
     assert loss == pytest.approx(sum(entropies) / 2)
+
+
+def test_the_loss_of_numbers_without_inputs() -> None:
+    """A loss of 0.5 with R2 0.75 belongs to numbers of variance 2."""
+    result = {"task": "regress", "test_loss": 0.5, "test_r2": 0.75}
+    assert blind_of(result) == (0.0, 2.0)
+    assert blind_of({"task": "regress", "test_loss": None, "test_r2": None}) == (0.0, 0.0)
+    assert blind_of({"task": "regress", "test_loss": 0.0, "test_r2": 1.0}) == (0.0, 0.0)

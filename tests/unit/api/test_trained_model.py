@@ -196,6 +196,18 @@ def test_an_unknown_keyword_is_one_sentence(tmp_path: Path) -> None:
         train(tmp_path / "run", clinets=3)
 
 
+def test_frozen_tensors_of_a_module_stay(tmp_path: Path) -> None:
+    """A tensor without a gradient is not trained, unless `trainable` names it."""
+    model = net()
+    model[0].requires_grad_(False)
+    run = train(tmp_path / "run", model, rounds=1)
+    assert run.result["parameters"] == 12 * 2 + 2
+    assert torch.equal(run.model[0].weight, net()[0].weight)
+    assert not torch.equal(run.model[3].weight, net()[3].weight)
+    whole = train(tmp_path / "whole", model, rounds=1, trainable="full")
+    assert not torch.equal(whole.model[0].weight, net()[0].weight)
+
+
 def test_layers_that_mix_records_are_named(tmp_path: Path) -> None:
     mixing = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
     with pytest.raises(DpfedError, match=r"^1 is a BatchNorm2d that mixes .* GroupNorm"):

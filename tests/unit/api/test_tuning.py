@@ -138,7 +138,7 @@ def test_points_are_all_combinations_or_a_fixed_draw() -> None:
         ({}, None, {}, "^space must be a dictionary of lists"),
         ({"lr": 0.1}, None, {}, r"^space\['lr'\] must be a list of values, not 0.1"),
         ({"lr": []}, None, {}, r"^space\['lr'\] must be a list"),
-        ({"lr": [1]}, 2, {}, "^trials = 2 must lie from 1 to 1"),
+        ({"lr": [1]}, 2, {}, "^trials = 2 must be a whole number from 1 to 1, the size"),
         ({"lr": [1]}, None, {"lr": 1}, "^lr is given, and space tries values of it"),
         ({"run.rounds": [1]}, None, {"settings": {"run.rounds": 2}}, r"^run\.rounds is given"),
         ({"data.unit_column": ["a", "b"]}, None, {}, r"^data\.unit_column must be the same"),

@@ -126,7 +126,7 @@ def test_a_packed_study_has_every_run_of_the_plain_one(
 ) -> None:
     out = tmp_path / "packed"
     monkeypatch.setattr("dpfed.studies.pool.Pool", Packing)
-    monkeypatch.setattr("dpfed.studies.output.accuracy_over_rounds", lambda *anything: None)
+    monkeypatch.setattr("dpfed.studies.output.scores_over_rounds", lambda *anything: None)
     assert dpfed(*command(out), "--workers", "1", "--pack", "4") == 0
     assert Packing.sizes[0] == 4, "two methods, two rates"
     study = study_of("digits", KEYS.split(), SMALL[1], None, [SMALL[3], SMALL[5]], 2)

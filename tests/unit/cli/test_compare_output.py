@@ -34,7 +34,7 @@ def table() -> Table:
             label,
             rates={"lr": 0.00932, "server_lr": 0.0316},
             tuning_runs=7,
-            accuracies=ACCURACIES,
+            scores=ACCURACIES,
             difference=(0.0, 0.0),
             epsilon={"server_worst": 8.0, "third_party": 7.99},
             traffic=TRAFFIC,

@@ -81,7 +81,7 @@ def test_a_study_becomes_a_page(study: Path) -> None:
     records = json.loads((study / "table.json").read_text())["rows"]
     for record, row, group in zip(records, table.rows, groups, strict=True):
         assert row.mean == pytest.approx(record["accuracy"])
-        assert sorted(group.accuracies) == sorted(row.accuracies)
+        assert sorted(group.accuracies) == sorted(row.scores)
     shown = body(read_report([study], read_study=read_study))
     # dp-fedsam releases each batch twice.
     assert "spends a larger epsilon than others" in shown

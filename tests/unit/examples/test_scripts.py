@@ -98,5 +98,6 @@ def test_several_labels_of_a_text(
     monkeypatch.setattr(text, "package_folder", lambda: folder)
     monkeypatch.setitem(QUICK, "model.max_length", 8)
     execute("multilabel_text.py", monkeypatch)
-    assert results[0].classes == ("food", "service", "price")
+    assert results[0].result["task"] == "multilabel"
+    assert results[0].classes == ("food", "price", "service")
     assert results[0].result["metric"]["name"] == "macro_f1"

@@ -35,7 +35,7 @@ def test_json_and_csv_hold_the_same_numbers() -> None:
 
 
 def test_latex_is_escaped_and_balanced() -> None:
-    rows = (Row(r"a_b:x=1;y=50%&#${}~^\ |", accuracies=OURS), Row("c", accuracies=THEIRS))
+    rows = (Row(r"a_b:x=1;y=50%&#${}~^\ |", scores=OURS), Row("c", scores=THEIRS))
     text = to_latex(Table("50% of _all_", "", rows, notes=("100 % & more",)))
     escaped = (
         r"a\_b:x=1;y=50\%\&\#\$\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} \textbar{}"

@@ -23,7 +23,7 @@ def test_the_paired_interval_by_hand_and_by_scipy() -> None:
 
 def test_one_row_alone_is_not_the_best() -> None:
     """If every row spends another epsilon, the cheapest row has no competitor."""
-    cheap, dear = Row("a", accuracies=(0.5,)), Row("b", accuracies=(0.6,))
+    cheap, dear = Row("a", scores=(0.5,)), Row("b", scores=(0.6,))
     assert best_of([cheap, dear], {"b"}) == set()
     assert best_of([cheap, dear], set()) == {"b"}
     assert best_of([], set()) == set()
@@ -33,7 +33,7 @@ def test_one_row_alone_is_not_the_best() -> None:
 def test_rows_without_privacy_do_not_compete_with_private_rows() -> None:
     eight = {"server_worst": 8.0, "third_party": 2.0}
     rows = [
-        Row(name, accuracies=(a,), epsilon=e)
+        Row(name, scores=(a,), epsilon=e)
         for name, a, e in (("a", 0.5, eight), ("b", 0.6, eight), ("c", 0.9, {}))
     ]
     assert best_of(rows, set()) == {"b"}
@@ -46,9 +46,7 @@ def test_rows_without_privacy_do_not_compete_with_private_rows() -> None:
 def test_the_columns_of_one_method_are_compared_on_equal_terms_only() -> None:
     def words(epsilons: tuple[float, float]) -> list[list[str]]:
         both = zip(("1", "2"), (0.5, 0.6), epsilons, strict=True)
-        rows = tuple(
-            Row(c, "a", c, accuracies=(x,), epsilon={"server_worst": e}) for c, x, e in both
-        )
+        rows = tuple(Row(c, "a", c, scores=(x,), epsilon={"server_worst": e}) for c, x, e in both)
         laid_out = grid_words(Table("t", "axis", rows), lambda text: f"**{text}**")
         assert laid_out is not None
         return laid_out[1]
@@ -58,14 +56,14 @@ def test_the_columns_of_one_method_are_compared_on_equal_terms_only() -> None:
 
 
 def test_one_seed_has_no_interval_and_no_deviation() -> None:
-    row = Row("a", accuracies=(0.5,), difference=paired((0.5,), (0.4,)))
+    row = Row("a", scores=(0.5,), difference=paired((0.5,), (0.4,)))
     assert row.std is None
     assert row.difference == (pytest.approx(0.1), None)
     assert "| 50.00 | +10.00 |" in to_markdown(Table("t", "", (row,)))
 
 
 def test_mean_and_sample_deviation() -> None:
-    row = Row("a", accuracies=OURS)
+    row = Row("a", scores=OURS)
     assert row.mean == pytest.approx(0.92)
     # The squares 4e-4 + 0 + 4e-4 over n - 1 = 2.
     assert row.std == pytest.approx(0.02)
@@ -96,10 +94,10 @@ def test_epsilons_are_compared_within_a_column() -> None:
 
 def test_footnotes_say_what_is_wrong_with_a_row() -> None:
     rows = (
-        Row("edge", accuracies=(0.5,), at_edge=True),
-        Row("gone", accuracies=(0.0,), diverged=1),
+        Row("edge", scores=(0.5,), at_edge=True),
+        Row("gone", scores=(0.0,), diverged=1),
         Row("never", failed="needs equal clients"),
-        Row("open", accuracies=(0.7,), epsilon={"server_worst": None, "third_party": None}),
+        Row("open", scores=(0.7,), epsilon={"server_worst": None, "third_party": None}),
     )
     text = to_markdown(Table("t", "", rows))
     assert "| edge ¶ |" in text
@@ -112,7 +110,7 @@ def test_footnotes_say_what_is_wrong_with_a_row() -> None:
 
 def test_a_table_with_an_axis_begins_with_a_grid() -> None:
     rows = tuple(
-        Row(f"{m} | {c}", m, c, accuracies=(a, a), epsilon=EPS)
+        Row(f"{m} | {c}", m, c, scores=(a, a), epsilon=EPS)
         for m, c, a in [("x", "1", 0.5), ("x", "2", 0.7), ("y", "1", 0.6), ("y", "2", 0.4)]
     )
     text = to_markdown(Table("t", "sigma", rows))

@@ -15,6 +15,7 @@ from dpfed.studies.search import (
     Space,
     at_edges,
     best,
+    decision,
     initial,
     lost,
     mean,
@@ -253,3 +254,21 @@ def test_the_error_of_a_mean_is_never_below_that_of_one_seed() -> None:
     # The variance of 0.5 and 0.9 is 0.08 (n - 1), so the error of the mean is sqrt(0.08 / 2).
     assert apart == pytest.approx(Score(0.7, 0.5, 0.2))
     assert mean([one, Score(0.0, math.inf, 0.0)]).loss == math.inf, "one seed diverged"
+
+
+def test_without_accuracy_the_lowest_loss_decides() -> None:
+    """Predicted numbers: the losses of two seeds are 1 and 3, and 2.5 and 2.5."""
+    uneven = mean([Score(None, 1.0, 0.0, 0.0, 4.0), Score(None, 3.0, 0.0, 0.0, 4.0)])
+    assert uneven == Score(None, 2.0, 0.0, 0.0, 4.0)
+    even = mean([Score(None, 2.5, 0.0, 0.0, 4.0), Score(None, math.inf)])
+    assert even == Score(None, math.inf, 0.0, 0.0, 4.0)
+    scored = {(0.1,): uneven, (0.2,): even, (0.3,): Score(None, 1.9)}
+    assert best(scored) == (0.3,)
+    assert decision(scored) == "the lowest loss, 1.9000"
+
+
+def test_numbers_without_a_better_loss_than_their_variance_are_lost() -> None:
+    """A model that always says the mean has a loss equal to the variance, here 4."""
+    assert lost({(0.1,): Score(None, 3.99, 0.0, 0.0, 4.0)})
+    assert not lost({(0.1,): Score(None, 3.0, 0.0, 0.0, 4.0)})
+    assert not lost({(0.1,): Score(None, 3.99)}), "the variance is not known"

@@ -102,7 +102,7 @@ def test_a_study_of_one_seed_is_named_as_before_there_were_several() -> None:
     plain = study()
     assert "search_seeds" not in plain.asked
     assert dataclasses.replace(plain, search_seeds=2).asked == {**plain.asked, "search_seeds": 2}
-    with pytest.raises(DpfedError, match="--search-seeds 0 must be at least 1"):
+    with pytest.raises(DpfedError, match="--search-seeds 0 must be a whole number of at least 1"):
         check(dataclasses.replace(plain, search_seeds=0), registry())
 
 
@@ -112,7 +112,7 @@ def test_interrupted_and_started_again_it_ends_with_the_same_files(
 ) -> None:
     drawn: list[object] = []
     monkeypatch.setattr(
-        "dpfed.studies.output.accuracy_over_rounds", lambda curves, *rest: drawn.append(curves)
+        "dpfed.studies.output.scores_over_rounds", lambda curves, *rest: drawn.append(curves)
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     calm = FakeRunner(score)
@@ -150,7 +150,7 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path) -> None:
     results = conduct(study(), tmp_path, FakeRunner(refuse), registry())
     assert [r.failed for r in results] == ["not with these clients", None]
     table = write(study(), results, tmp_path)
-    assert table.rows[1].accuracies
+    assert table.rows[1].scores
     assert "not with these clients" in (tmp_path / "table.md").read_text()
     calm = FakeRunner(score)
     assert [r.failed for r in conduct(study(), tmp_path, calm, registry())] == [None, None], (

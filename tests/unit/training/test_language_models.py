@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpfed
-from dpfed.api import settings
+from dpfed.api import configuring
 from dpfed.cli.run import closing
 from dpfed.config import Config, build
 from dpfed.data.sources.in_memory import source_of
@@ -130,14 +130,14 @@ def test_the_lines_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (block,) = (block for block in blocks if "my-chat-model" in block)
     monkeypatch.chdir(tmp_path)
     chat_model(tmp_path / "my-chat-model")
-    usual = settings.defaults
+    usual = configuring.defaults
 
     def fewer(*args: Any) -> dict[str, Any]:
         made = usual(*args)
         few = {"rounds": 1, "local_steps": 1}
         return {**made, "run": {**made["run"], **few}, "model": {"max_length": 8}}
 
-    monkeypatch.setattr(settings, "defaults", fewer)
+    monkeypatch.setattr(configuring, "defaults", fewer)
     place: dict[str, Any] = {}
     exec(block, place)
     assert 0 < place["trained"].epsilon["server_worst"] <= 4.0

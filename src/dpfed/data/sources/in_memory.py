@@ -80,7 +80,7 @@ def source_of(
     train: Any,
     test: Any,
     classes: Sequence[str] | int | None = None,
-    task: LabelTask = "classify",
+    task: LabelTask | None = "classify",
 ) -> Source:
     """Return a source of a training and a test table with the same columns.
 
@@ -88,11 +88,12 @@ def source_of(
     test     public records
     classes  names of the classes in the order of their numbers, or the number of classes;
              None for the classes that occur in the tables
-    task     what a label is
+    task     what a label is; None: "multilabel" for labels that are lists of names, else "classify"
     """
     if train is test:
         raise DpfedError("test is train: the test set is public and must be other records")
     private, public = _given(train, "train"), _given(test, "test")
+    task = task or ("multilabel" if _has_lists_of_names(private) else "classify")
     labels = _labels(private, public, classes, task)
     first, kind = _table(private, labels.parts[0])
     second, other = _table(public, labels.parts[1])
@@ -143,19 +144,35 @@ def _given(data: Any, part: str) -> _Given:
         )
     tables = {name: columns_of(value, f"train[{name!r}]") for name, value in clients.items()}
     first, *_ = tables.values()
+    label = pick(first, LABELS) or next(iter(first))
     for name, table in tables.items():
+        if len(next(iter(table.values()))) == 0:
+            raise DpfedError(f"train[{name!r}] has no records: leave this client out")
         if table.keys() != first.keys():
             raise DpfedError(
                 f"train[{name!r}] has the columns {', '.join(table)}, and the first client has "
                 f"{', '.join(first)}: give every client the same columns"
             )
+    for key in first:
+        _refuse_other_shapes({name: table[key] for name, table in tables.items()}, key)
     columns = {key: joined([table[key] for table in tables.values()]) for key in first}
-    label = pick(first, LABELS) or next(iter(first))
     owners = [name for name, table in tables.items() for _ in range(len(table[label]))]
     columns[CLIENT] = np.array(owners)
     stated = {stated_names(value, label) for value in clients.values()}
     names = stated.pop() if len(stated) == 1 else ()
     return _Given(columns, part, names, tuple(clients))
+
+
+def _refuse_other_shapes(values: Mapping[str, Any], column: str) -> None:
+    """Raise DpfedError if the arrays of the clients have records of different shapes."""
+    shapes = {name: np.shape(part)[1:] for name, part in values.items() if hasattr(part, "shape")}
+    for name, shape in shapes.items():
+        first = next(iter(shapes))
+        if shape != shapes[first]:
+            raise DpfedError(
+                f"{column} of a record of train[{name!r}] has shape {shape}, and of "
+                f"train[{first!r}] {shapes[first]}: give every client records of one shape"
+            )
 
 
 def _labels(
@@ -216,6 +233,18 @@ def _only(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def _has_lists_of_names(given: _Given) -> bool:
+    """Return True if the label of each record is a list of class names."""
+    label = pick(given.columns, LABELS)
+    if label is None or has_columns(given.columns[label]):
+        return False
+    rows = list(given.columns[label])
+    if not all(isinstance(row, list | tuple | set | frozenset) for row in rows):
+        return False
+    names = [name for row in rows for name in row]
+    return bool(names) and all(isinstance(name, str) for name in names)
+
+
 def _has_no_labels(given: _Given) -> bool:
     """Return True for language data without a label column."""
     return pick(given.columns, LABELS) is None and bool(forms_in(given.columns))
@@ -247,6 +276,8 @@ def _label_column(given: _Given) -> tuple[Column, tuple[str, ...]]:
     columns, part = given.columns, given.part
     label = _label_name(given)
     labels = array_of(columns[label])
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
     if labels.ndim != 1 or len(labels) == 0 or isinstance(labels[0], list | set | np.ndarray):
         raise DpfedError(
             f"the column {label} of {part} must be a non-empty list with one label for each "

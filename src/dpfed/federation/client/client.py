@@ -284,7 +284,9 @@ class Client:
                 grid=terms.grid,
                 isolation=self.config.policy.isolation,
             ),
-            PassLimits(self.config.client.max_slots, places=built.model.places),
+            PassLimits(
+                self.config.client.max_slots, places=built.model.places, kinds=built.model.kinds
+            ),
             admit=admit,
         )
         figures = figures_of(terms, built.algorithm)

@@ -5,7 +5,7 @@ message therefore starts a process that imports Flower, and never torch.
 
 With Flower's own commands the apps do the work themselves: a client gives its client.toml in
 `--node-config`, and the server its configuration, keys and folder in the run configuration
-(docs/federation.md).
+(docs/federation/flower.md).
 """
 
 from __future__ import annotations

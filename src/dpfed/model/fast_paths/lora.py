@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ def fuse_lora(model: nn.Module) -> None:
     own adapter weights. Otherwise peft's code runs. In compiled code on a CPU peft's code runs too,
     because the kernels need a GPU.
     """
+    # Without peft in memory there is no such layer, and importing it takes a second.
+    if "peft" not in sys.modules:
+        return
     from peft.tuners.lora.layer import Linear
 
     for module in model.modules():

@@ -56,7 +56,8 @@ class PerSample:
     shares_passes  False if records of one pass change the rounding of each other, as in a mixture
                    of experts
     places         number of records in one pass with exact isolation
-    alone          the reason if `places` must be 1, else None
+    kinds          number of kinds of places (places.settle_places)
+    alone          the reason if `places` and `kinds` must be 1, else None
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PerSample:
         self.rows = rows
         self.shares_passes = not has_experts(model)
         self.places = 1
+        self.kinds = 1
         self.alone: str | None = None
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so threads must run the model in turn.

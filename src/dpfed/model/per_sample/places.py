@@ -1,10 +1,14 @@
-"""Choose the number of places of an isolated pass, and test that no place depends on another.
+"""Choose the places of an isolated pass, and test that no place depends on another.
 
 With exact isolation, a pass of `PerSample` has a fixed number of places. At a given place, the
 gradient and the scores of a record must be bitwise independent of the records at other places.
 Kernels of matrix products, norms and attention have this property as long as the shape of a pass is
 fixed. A mixture of experts does not: its products have as many rows as the records choose. Nor does
 a model that looks for the largest number of a pass, or that asks if any record has padding.
+
+Two places are of one kind if a record has bitwise the same gradient and scores at both. Place p is
+of kind p modulo k, for a small power of two k. A kernel treats places differently mainly because of
+their addresses in memory, so k is small where the sizes of a record's tensors are even.
 
 `settle_places` tests the model itself, on its device and in its dtype. A model that fails computes
 one record at a time. The test uses synthetic records only.
@@ -25,8 +29,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpfed.model.per_sample.gradients import Batch, PerSample
 from dpfed.model.task import InputSpec
 
-# Numbers of places that are considered.
+# Numbers of places that are considered if all places differ.
 CHOICES = (1, 2, 4, 8, 16, 32)
+# Number of places of a pass that shares kinds. Batches are often powers of two, and the loads of
+# the kinds differ a little, so it is an eighth more than 64.
+SHARED_PLACES = 72
+KINDS = (1, 2, 4, 8)
+# Kinds are looked for if a record needs at most this many operations. The search then takes about
+# a second, and larger models gain little from passes of many records.
+MAX_OPERATIONS_TO_SEARCH = 2e7
+# Passes that look for kinds. Each of them holds one record at all places.
+SEARCH_PASSES = 32
 # Number of drawn records for which the choice is best.
 NOMINAL_RECORDS = 32
 # The part of a pass that does not grow with its records takes as long as this many records, plus a
@@ -49,26 +62,49 @@ def settle_places(
     max_rows: int,
     generator: torch.Generator,
 ) -> None:
-    """Set `model.places`: the chosen number if the model passes the test, else 1.
+    """Set `model.places` and `model.kinds`; both are 1 if the model fails the test.
 
     theta          initial trainable vector, `[P]`
     augmentations  rows of a record in a pass
     max_rows       most rows in a pass
     generator      draws the synthetic records
     """
-    model.places = 1
+    model.places = model.kinds = 1
     model.alone = None
     if not model.shares_passes:
         model.alone = "mixes the records of a pass, by experts or by its choice of numbers"
         return
-    places = places_for(operations(model, theta, spec, generator), theta.device.type)
-    while places * augmentations > max(1, max_rows):
+    cost = operations(model, theta, spec, generator)
+    most = max(1, max_rows // augmentations)
+    places = places_for(cost, theta.device.type)
+    while places > most:
         places //= 2
     if places <= 1:
         return
     model.alone = failing_part(model, theta, spec, (places, augmentations), generator)
-    if model.alone is None:
-        model.places = places
+    if model.alone is not None:
+        return
+    model.places = model.kinds = places
+    if theta.device.type == "cpu" and cost <= MAX_OPERATIONS_TO_SEARCH and most >= SHARED_PLACES:
+        _share_kinds(model, theta, spec, (SHARED_PLACES, augmentations), generator)
+
+
+def _share_kinds(
+    model: PerSample,
+    theta: Tensor,
+    spec: InputSpec,
+    shape: tuple[int, int],
+    generator: torch.Generator,
+) -> None:
+    """Set `model.places` and `model.kinds` to passes that share kinds, if the model allows it.
+
+    shape  number of places, and rows of each record (its augmentations)
+    """
+    kinds = kinds_of_places(model, theta, spec, shape, generator)
+    if kinds is None or failing_part(model, theta, spec, shape, generator) is not None:
+        return
+    model.places, _ = shape
+    model.kinds = kinds
 
 
 def operations(
@@ -178,6 +214,47 @@ def failing_part(
         # Models raise errors of many classes for numbers that are not finite: catch them all.
         return f"cannot compute a pass of {places} places ({type(error).__name__})"
     return None
+
+
+def kinds_of_places(
+    model: PerSample,
+    theta: Tensor,
+    spec: InputSpec,
+    shape: tuple[int, int],
+    generator: torch.Generator,
+) -> int | None:
+    """Return the least number k of kinds: place p is of kind p modulo k. None if there are more.
+
+    Each pass holds one synthetic record at all places. The passes differ in record, in theta and
+    in its scale, and in the number of clients.
+
+    shape  number of places, and rows of each record (its augmentations)
+    """
+    places, _ = shape
+    device = theta.device
+    inputs = {name: x.to(device) for name, x in spec.synthetic(SEARCH_PASSES, generator).items()}
+    labels = model.task.examples(SEARCH_PASSES, spec.classes).to(device)
+    passes = _Passes(model, inputs, labels, shape)
+    nobody = torch.zeros(places, dtype=torch.int64, device=device)
+    possible = list(KINDS)
+    for i in range(SEARCH_PASSES):
+        scale = NEAR * (FAR / NEAR) ** (i % 8 / 4)
+        own = theta + scale * torch.randn(len(theta), generator=generator).to(device)
+        clients = own.expand(1 + i % 2, -1).contiguous()
+        contents = _Contents(clients, nobody, nobody + i)
+        try:
+            found = [*passes.grads(contents), passes.scores(contents)]
+        except Exception:
+            # Models raise errors of many classes for large numbers: catch them all.
+            return None
+        possible = [kinds for kinds in possible if all(_by_kind(rows, kinds) for rows in found)]
+    return min(possible, default=None)
+
+
+def _by_kind(rows: Tensor, kinds: int) -> bool:
+    """Return True if row p `[m, n]` has the bits of row p modulo `kinds`, for all places p."""
+    groups = rows.view(-1, kinds, rows.shape[1])
+    return same_bits(groups, groups[:1].expand_as(groups))
 
 
 def _comparisons(

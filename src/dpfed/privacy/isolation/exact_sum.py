@@ -32,6 +32,7 @@ class ExactSum:
 
     gradients   computes the gradients of the records of a pass
     places      number m of places of a pass; 1 computes one record at a time
+    kinds       number of kinds of places, a divisor of m (privacy/isolation/turns.py)
     clip        clip norm C
     rule        the clipping rule
     grid_steps  `[S]` grid step h of each client; None for sums in float64
@@ -40,6 +41,7 @@ class ExactSum:
 
     gradients: RecordGradients
     places: int
+    kinds: int
     clip: float
     rule: Clipping
     grid_steps: Tensor | None
@@ -61,7 +63,8 @@ class ExactSum:
         several = self.several or len(batch.unit) > len(batch.owner)
         buffer = theta.new_zeros(self.places if several else 0, theta.shape[1], dtype=torch.float64)
         means = UnitMeans(buffer, sizes[batch.unit])
-        for turn in turns_of(batch, self.places):
+        kinds = self.places if several else self.kinds
+        for turn in turns_of(batch, self.places, kinds):
             own = {name: column[turn.record] for name, column in columns.items()}
             summed, counted = self._pass(theta, own, turn, means, watch)
             total += summed

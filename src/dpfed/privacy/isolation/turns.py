@@ -1,17 +1,19 @@
-"""Divide a batch into passes in which every record has the place that was drawn for its unit.
+"""Divide a batch into passes in which every record has a place of the kind that its unit drew.
 
 A pass of exact isolation has m places, and m does not depend on the batch. At a given place, a
 record's gradient depends only on the record, its keys, its theta and the place. It is bitwise
-independent of the other places (`model/per_sample/places.py` tests this for each model).
+independent of the other places. Place p is of kind p modulo k, and places of one kind give a record
+bitwise the same gradient (`model/per_sample/places.py` tests both for each model).
 
-Every unit draws its place uniformly and independently of all other units. Deleting a unit
-therefore changes nobody's place, so all other gradients stay bitwise equal. Units with the same
-place take turns, in successive passes. All passes compute the same function, so the number of the
-pass does not matter. No unit is left out, however many units are drawn, and no probability has to
-be added to delta.
+Every unit draws its place uniformly and independently of all other units, and keeps the place's
+kind. Deleting a unit therefore changes nobody's kind, so all other gradients stay bitwise equal.
+Units of one kind fill the places of this kind, in successive passes. All passes compute the same
+function, so the number of the pass does not matter. No unit is left out, however many units are
+drawn, and no probability has to be added to delta.
 
-The records of a unit stay at the unit's place, in their own order. Their gradients are therefore
-always added in the same order, and rounding of the unit's mean depends on no other unit.
+The records of a unit stay at the unit's place, in their own order, if units can have several. Each
+place is then a kind of its own. The gradients of a unit are always added in the same order, and
+rounding of the unit's mean depends on no other unit.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ class Turn:
     last: np.ndarray
 
 
-def turns_of(batch: DrawnBatch, places: int) -> Iterator[Turn]:
-    """Yield the passes of a batch, each with `places` places; none for an empty batch."""
-    at = order_at_places(batch.place[batch.unit] % places, places)
+def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
+    """Yield the passes of a batch, each with `places` places; none for an empty batch.
+
+    kinds  number of kinds of places, a divisor of `places`; `places` if a unit has several records
+    """
+    at = order_at_places(batch.place[batch.unit] % kinds, places, kinds)
     unit = batch.unit
     starts = np.diff(unit, prepend=-1) > 0
     ends = np.diff(unit, append=len(batch.owner)) > 0
@@ -53,15 +58,16 @@ def turns_of(batch: DrawnBatch, places: int) -> Iterator[Turn]:
         yield Turn(filled, used, starts[filled], ends[filled])
 
 
-def order_at_places(place: np.ndarray, places: int) -> np.ndarray:
+def order_at_places(kind: np.ndarray, places: int, kinds: int) -> np.ndarray:
     """Return the indices of the records in each pass, `[passes, places]`; -1 for an empty place.
 
-    place  `[M]` place of each record; records with the same place keep their order
+    kind  `[M]` kind of each record's place; records of one kind keep their order
     """
-    loads = np.bincount(place, minlength=places)
-    order = np.argsort(place, kind="stable")
-    turn = np.empty(len(place), dtype=np.int64)
-    turn[order] = np.arange(len(place)) - np.repeat(np.cumsum(loads) - loads, loads)
-    at = np.full((int(loads.max(initial=0)), places), -1, dtype=np.int64)
-    at[turn, place] = np.arange(len(place))
-    return at
+    loads = np.bincount(kind, minlength=kinds)
+    order = np.argsort(kind, kind="stable")
+    turn = np.empty(len(kind), dtype=np.int64)
+    turn[order] = np.arange(len(kind)) - np.repeat(np.cumsum(loads) - loads, loads)
+    passes = -(-int(loads.max(initial=0)) * kinds // places)
+    at = np.full(passes * places, -1, dtype=np.int64)
+    at[turn * kinds + kind] = np.arange(len(kind))
+    return at.reshape(passes, places)

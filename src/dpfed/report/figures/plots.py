@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.privacy.accounting.guarantee import Planned
 from dpfed.privacy.accounting.tradeoff import (
     attack_rates,
@@ -18,6 +18,7 @@ from dpfed.privacy.accounting.tradeoff import (
 )
 from dpfed.privacy.ledger.private_files import open_private
 from dpfed.privacy.published import show_delta, show_loss
+from dpfed.report.measures import Measure
 from dpfed.report.run_reader import over_rounds
 
 # Okabe and Ito's eight colours for colour-blind readers, without yellow, which is hard to see on
@@ -31,12 +32,12 @@ MAX_NAME_LETTERS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """The accuracy of one method over rounds, as a curve of a plot.
+    """The score of one method over rounds, such as its accuracy, as a curve of a plot.
 
     name    label of the method
     panel   title of the subplot that shows the curve
-    rounds  the rounds after which accuracy was measured
-    seeds   for each seed, the accuracy after each of `rounds`
+    rounds  the rounds after which the score was measured
+    seeds   for each seed, the score after each of `rounds`
     """
 
     name: str
@@ -116,8 +117,10 @@ def label_table(
     save_private(figure, path)
 
 
-def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Path]) -> None:
-    """Draw accuracy over rounds with `draw_accuracy`, and write the plot to each of `paths`."""
+def scores_over_rounds(
+    curves: Sequence[Curve], title: str, measure: Measure, paths: Sequence[Path]
+) -> None:
+    """Draw scores over rounds with `draw_scores`, and write the plot to each of `paths`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -125,19 +128,20 @@ def accuracy_over_rounds(curves: Sequence[Curve], title: str, paths: Sequence[Pa
     # give identical files.
     with matplotlib.rc_context({"svg.hashsalt": "dpfed"}):
         figure = Figure(layout="constrained")
-        draw_accuracy(figure, curves, title)
+        draw_scores(figure, curves, title, measure)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
-    """Draw accuracy over rounds: a line for the mean over seeds, and a band for all seeds.
+def draw_scores(figure: Any, curves: Sequence[Curve], title: str, measure: Measure) -> None:
+    """Draw scores over rounds: a line for the mean over seeds, and a band for all seeds.
 
     The band goes from the lowest to the highest seed. Curves with equal `panel` are drawn in the
     same subplot.
 
-    figure  an empty figure of matplotlib, whose size is changed
+    figure   an empty figure of matplotlib, whose size is changed
+    measure  the kind of score, such as accuracy
     """
     names = list(dict.fromkeys(curve.name for curve in curves))
     panels = list(dict.fromkeys(curve.panel for curve in curves))
@@ -151,11 +155,11 @@ def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
     for panel, axes in zip(panels, grid.flat, strict=False):
         for curve in curves:
             if curve.panel == panel:
-                _draw_curve(axes, curve, names.index(curve.name))
+                _draw_curve(axes, curve, names.index(curve.name), measure.scale)
         axes.set(title=panel or title, xlabel="round")
         axes.grid(alpha=0.3)
     for axes in grid[:, 0]:
-        axes.set(ylim=_accuracy_limits(curves), ylabel="accuracy on the test half, %")
+        axes.set(ylim=_limits(curves, measure), ylabel=measure.label("on the test half"))
     handles: dict[str, Any] = {}
     for axes in grid.flat:
         drawn, labels = axes.get_legend_handles_labels()
@@ -164,18 +168,19 @@ def draw_accuracy(figure: Any, curves: Sequence[Curve], title: str) -> None:
     figure.legend(handles.values(), handles.keys(), **place)
 
 
-def _accuracy_limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the lower and the upper limit of the accuracy axis, in per cent.
+def _limits(curves: Sequence[Curve], measure: Measure) -> tuple[float, float]:
+    """Return the lower and the upper limit of the axis that shows scores.
 
-    Round 0 is left out, because its low accuracy would flatten the curves.
+    Round 0 is left out, because its low score would flatten the curves.
     """
-    trained = [100 * value for c in curves for line in c.seeds for value in (line[1:] or line)]
-    margin = max(1.0, 0.05 * (max(trained) - min(trained)))
-    return max(0, min(trained) - margin), min(100, max(trained) + margin)
+    scale = measure.scale
+    trained = [scale * value for c in curves for line in c.seeds for value in (line[1:] or line)]
+    margin = max(0.01 * scale, 0.05 * (max(trained) - min(trained)))
+    return max(measure.lowest, min(trained) - margin), min(scale, max(trained) + margin)
 
 
-def _draw_curve(axes: Any, curve: Curve, number: int) -> None:
-    values = 100 * np.asarray(curve.seeds)
+def _draw_curve(axes: Any, curve: Curve, number: int, scale: float) -> None:
+    values = scale * np.asarray(curve.seeds)
     colour = COLOURS[number % len(COLOURS)]
     style = STYLES[number // len(COLOURS) % len(STYLES)]
     axes.plot(curve.rounds, values.mean(0), style, color=colour, label=curve.name, linewidth=1.8)
@@ -193,13 +198,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def single_plot(path: Path, inches: tuple[float, float], option: str = "--plot") -> Any:
+def single_plot(path: Path, inches: tuple[float, float], option: str = "") -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg.
 
-    option  the command-line option that gave `path`, for the error message
+    option  the option that gave `path`, for the error message; "" for the usual option for plots
     """
     if path.suffix.lower() not in (".png", ".svg"):
-        raise DpfedError(f"{option} {path} must end in .png or .svg")
+        raise DpfedError(f"{option or phrase('plot')} {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")
 
 

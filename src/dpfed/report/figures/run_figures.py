@@ -244,7 +244,7 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
 
 
 def along_axis(table: Table, index: int) -> Figure | None:
-    """Return the figure of accuracy over the setting that varies between the columns of `table`.
+    """Return the figure of the score over the setting that varies between the columns of `table`.
 
     Return None if no setting varies, or if the table has a single column.
 
@@ -253,12 +253,13 @@ def along_axis(table: Table, index: int) -> Figure | None:
     columns = list(dict.fromkeys(row.column for row in table.rows))
     if not table.axis or len(columns) < 2:
         return None
+    scale = table.measure.scale
     traces: list[dict[str, Any]] = []
     rows: list[list[Any]] = []
     for i, name in enumerate(dict.fromkeys(row.row for row in table.rows)):
         mine = [row for row in table.rows if row.row == name and row.mean is not None]
-        means = [100 * (row.mean or 0.0) for row in mine]
-        spread = [100 * (row.std or 0.0) for row in mine]
+        means = [scale * (row.mean or 0.0) for row in mine]
+        spread = [scale * (row.std or 0.0) for row in mine]
         trace = line([inert(row.column) for row in mine], means, name, i)
         error = {"type": "data", "array": spread, "thickness": 1, "width": 4}
         traces.append({**trace, "marker": {"maxdisplayed": 0}, "error_y": error})
@@ -267,13 +268,13 @@ def along_axis(table: Table, index: int) -> Figure | None:
     return Figure(
         id=f"axis-{index}",
         section="comparison",
-        title=f"Accuracy against {table.axis}",
+        title=f"{table.measure.title} against {table.axis}",
         caption="Mean over seeds at each method's best learning rate; bars are one standard "
         "deviation over seeds.",
         x=axis(inert(table.axis), type="category", categoryorder="array", categoryarray=categories),
-        y=axis("accuracy, %"),
+        y=axis(table.measure.label()),
         traces=traces,
-        head=["method", table.axis, "accuracy, %", "standard deviation"],
+        head=["method", table.axis, table.measure.label(), "standard deviation"],
         rows=rows,
         wide=True,
     )

@@ -3,7 +3,7 @@
 A malicious server chooses theta. The attack deletes one unit from a data set, keeps all other
 random draws (keys and places), and compares the clipped sums before noise is added. With exact
 isolation the sum moves by at most C, at every theta, and all other gradients stay bitwise equal.
-See docs/privacy.md, "Isolation of records".
+See docs/privacy/isolation.md.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class _Target:
             plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
         )
         data = PrivateData(job.model, records, shards, job.private.augmentations)
-        limits = PassLimits(job.config.run.max_slots, places=job.model.places)
+        limits = PassLimits(
+            job.config.run.max_slots, places=job.model.places, kinds=job.model.kinds
+        )
         return self._make(data, terms, limits)
 
     def movement(self, theta: Tensor) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfed.config import Config
-from dpfed.errors import DpfedError
+from dpfed.errors import DpfedError, phrase
 from dpfed.model.zoo.hub import HubSilentError, hub_file, hub_metadata
 from dpfed.privacy.accounting.guarantee import UNCOUNTED, Planned, Prior, PriorSpending
 from dpfed.privacy.mechanism import Mechanism
@@ -287,7 +287,7 @@ def refuse_target(config: Config, past: PriorSpending) -> None:
     """
     if past.prior and config.privacy.target_epsilon is not None:
         raise DpfedError(
-            "what the run starts from, or counts on held-out records, cost privacy too, and a "
-            "target would be passed: give privacy.sigma, and privacy.budget for what no client "
-            "may pass in all"
+            "the model that this run starts from has spent privacy already, or held-out records "
+            "have, so the sum would exceed privacy.target_epsilon: give privacy.sigma in its "
+            f"place{phrase('no target')}, and privacy.budget as the limit of the sum"
         )

@@ -6,6 +6,7 @@ holds for every possible end. A round that does not happen is not charged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfed.errors import DpfedError, reason
+from dpfed.errors import DpfedError, phrase, reason
 from dpfed.training.evaluation import (
     class_scores,
     confusion,
@@ -68,10 +69,8 @@ def refuse_metric(job: Job) -> None:
         )
     metric, task = metric_of(job), job.model.task.name
     if metric not in METRICS[task]:
-        raise DpfedError(
-            f"run.metric = {metric!r} does not fit this task: give {', '.join(METRICS[task][:-1])} "
-            f"or {METRICS[task][-1]}"
-        )
+        shown = phrase("given metric") if metric == "given" else repr(metric)
+        raise DpfedError(f"run.metric = {shown} does not fit this task: give {_choices(task)}")
     if metric in EVALUATED or len(job.public.test.labels) == 0:
         return
     if metric == "given" and _given.get() is None:
@@ -80,6 +79,12 @@ def refuse_metric(job: Job) -> None:
         )
     if metric == "auroc":
         _refuse_absent(job)
+
+
+def _choices(task: str) -> str:
+    """Return the metrics of a task in words: "accuracy, loss or macro_f1"."""
+    words = [phrase("given metric") if name == "given" else name for name in METRICS[task]]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _refuse_absent(job: Job) -> None:
@@ -123,10 +128,13 @@ def _other_score(job: Job, theta: Tensor) -> float | None:
     function = {"given": _given.get(), "auroc": auroc, "mae": mean_error}[metric]
     assert function is not None
     try:
-        return float(function(labels, found))
+        value = float(function(labels, found))
     except Exception as error:
         # The function of another program can raise errors of any class.
         raise DpfedError(f"metric failed on the test set: {reason(error)}") from error
+    if not math.isfinite(value):
+        raise DpfedError(f"metric failed on the test set: it must be a finite number, not {value}")
+    return value
 
 
 def predictions(job: Job, theta: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -75,9 +75,9 @@ def refuse_other(out: Path, config: Config) -> None:
     result = read_result(out)
     rounds = result.get("rounds")
     complete = not isinstance(rounds, int) or rounds >= config.run.rounds
-    if result.get("state") == "finished" and complete:
-        raise DpfedError(f"the run in {out} is finished: there is nothing to resume")
     wrong = [(key, old, new) for key, old, new in changed if not _allowed(key, old, new, config)]
+    if result.get("state") == "finished" and complete and not wrong:
+        raise DpfedError(f"the run in {out} is finished: there is nothing to resume")
     if not wrong:
         return
     shown = ", ".join(

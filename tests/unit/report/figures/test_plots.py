@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpfed.report.figures.plots import Curve, accuracy_over_rounds
+from dpfed.report.figures.plots import Curve, scores_over_rounds
+from dpfed.report.measures import ACCURACY
 
 
 def test_curves_are_drawn_the_same_each_time(tmp_path: Path) -> None:
@@ -14,7 +15,8 @@ def test_curves_are_drawn_the_same_each_time(tmp_path: Path) -> None:
         for panel in ("sigma 1", "sigma 2")
     ]
     for turn in ("a", "b"):
-        accuracy_over_rounds(curves, "title", [tmp_path / f"{turn}.svg", tmp_path / f"{turn}.png"])
+        paths = [tmp_path / f"{turn}.svg", tmp_path / f"{turn}.png"]
+        scores_over_rounds(curves, "title", ACCURACY, paths)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "a.svg").read_text()

@@ -434,7 +434,7 @@ def test_the_command_takes_max_rounds(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_notes_of_a_study_name_the_rounds_that_count() -> None:
     def note(max_rounds: int | None) -> str:
         guarantee = numbers(max_rounds=max_rounds).planned().assumptions()
-        row = Row(label="a", accuracies=(), epsilon={"server_worst": 1.0}, guarantee=guarantee)
+        row = Row(label="a", scores=(), epsilon={"server_worst": 1.0}, guarantee=guarantee)
         return _privacy_notes([row])[0]
 
     assert "for a client in every round (server)" in note(None)

@@ -407,7 +407,9 @@ def test_a_budget_includes_the_earlier_cost(start: Path, tmp_path: Path) -> None
 def test_a_target_epsilon_is_refused_before_anything_is_written(
     start: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DpfedError, match=r"a target would be passed: give privacy\.sigma"):
+    with pytest.raises(
+        DpfedError, match=r"would exceed privacy\.target_epsilon: give privacy\.sigma"
+    ):
         go_on(start, tmp_path / "r", privacy={"target_epsilon": 50.0, "sigma": None})
     assert not (tmp_path / "r").exists()
 
