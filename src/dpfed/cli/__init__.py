@@ -1,1 +1,1 @@
-"""The command line. Each command has one file, which reads options, calls dpfed and prints."""
+"""The command line `dpfed`. Each command has one file, which reads options and prints results."""

@@ -1,4 +1,4 @@
-"""`dpfed bench`: time a private step, and other implementations of it, on this machine."""
+"""`dpfed bench`: time a private training step, and other implementations of it, on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time one private step of a fleet beside non-private and other private ways.
+    """Time a private training step, and other private and non-private implementations of it.
 
     Example: dpfed bench --case vit-6x192
     """
@@ -68,7 +68,11 @@ def bench(
 
 
 def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> list[Case]:
-    """Return the cases to measure. Raise DpfedError for a name that is unknown on this device."""
+    """Return the benchmark cases to measure.
+
+    Raise DpfedError for a case, or an implementation in `ways`, that is not measured on this
+    device.
+    """
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import ways_of
 
@@ -87,7 +91,7 @@ def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> li
 
 
 def lines(comparison: Any) -> list[str]:
-    """Return the lines of a table with the time of each implementation.
+    """Return the lines of a table with the time of each implementation of a step.
 
     The table also has the ratio of each time to the time of dpfed's private step.
     """

@@ -1,4 +1,4 @@
-"""`dpfed compare`: compare methods, each at its best learning rate, found with equal effort."""
+"""`dpfed compare`: compare methods, each at its best learning rate, with equal search effort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dpfed.report.tables import Table
     from dpfed.studies.study import ArmResult, Study
 
-# Width in characters of a table that is printed to a file or a pipe.
+# Width in characters of a results table that is printed to a file or a pipe instead of a terminal.
 PLAIN_WIDTH = 100
 PRESET_HELP = (
     "an ablation or grid of the paper: ablation-components, ablation-aggregation, gamma, sigma, "
@@ -115,7 +115,7 @@ def study_of(
     seeds: int,
     search_seeds: int = 1,
 ) -> Study:
-    """Return the study that the options of `dpfed compare` describe."""
+    """Return the study (a comparison of methods) that the options of `dpfed compare` describe."""
     from dpfed.config import load
     from dpfed.registry import registry
     from dpfed.studies.question import Question, study_from
@@ -126,7 +126,10 @@ def study_of(
 
 
 def report_failures(results: Sequence[ArmResult]) -> None:
-    """Raise StoppedError if a method could not run. Results of the others are already written."""
+    """Raise StoppedError if a method could not run.
+
+    The results of the other methods are already written.
+    """
     from dpfed.studies.output import failures
 
     failed = failures(results)
@@ -136,7 +139,7 @@ def report_failures(results: Sequence[ArmResult]) -> None:
 
 
 def choices(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each tuned method: the chosen rates, and why they were chosen."""
+    """Return a line for each tuned method: the chosen learning rates, and why they were chosen."""
     from dpfed.studies.search import decision
 
     lines = []
@@ -150,7 +153,12 @@ def choices(results: Sequence[ArmResult]) -> list[str]:
 
 
 def show_table(table: Table, folder: Path) -> None:
-    """Print the table's columns that fit into the terminal; without one, into 100 characters."""
+    """Print those columns of the results table that fit into the terminal, and notes below it.
+
+    Without a terminal, the width is 100 characters.
+
+    folder  folder of the study, where table.md has all columns
+    """
     from rich.console import Console
     from rich.table import Table as Drawn
 

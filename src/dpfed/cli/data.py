@@ -32,7 +32,7 @@ data = typer.Typer(name="data", cls=Group, help=HELP, no_args_is_help=True)
 
 @data.callback()
 def group() -> None:
-    """Do nothing: this function makes typer keep the name of the only command, `describe`."""
+    """Do nothing: without this function, typer would drop the name `describe`, its only command."""
 
 
 @data.command("describe", cls=Command)
@@ -45,7 +45,7 @@ def describe(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the records, classes and client x label table of a configuration.
+    """Show the data of a configuration: records, classes, and record counts by client and label.
 
     For a language model, show how many target tokens the records keep at model.max_length.
 
@@ -57,7 +57,7 @@ def describe(
     from dpfed.training.job.notes import data_notes, data_warnings
     from dpfed.training.run_folder.label_counts import label_counts
 
-    # Read only the training records: a network client may have no test set.
+    # Read only the training records, because a client on a network may have no test set.
     source = configured_source(settings.data, settings.model, "train")
     shards = shards_for(settings, source, Streams(settings.run.seed))
     counts = label_counts(source.train.labels, shards, len(source.classes))
@@ -89,9 +89,9 @@ def describe(
 
 
 def target_counts(settings: Config, source: Source) -> dict[str, TargetCounts]:
-    """Return the counts of target tokens by table, "train" and "test".
+    """Return the counts of target tokens in the training and test records of a language model.
 
-    Return {} unless a language model is trained.
+    The keys are "train" and "test". The dict is empty if the model is no language model.
     """
     from dpfed.data.language import LANGUAGE_INPUTS
 
@@ -117,7 +117,10 @@ def target_lines(settings: Config, targets: dict[str, TargetCounts]) -> list[str
 
 
 def lost_warnings(settings: Config, targets: dict[str, TargetCounts]) -> list[str]:
-    """Return a warning for each table with records that have no target left."""
+    """Return a warning for each table in which some records have lost all target tokens.
+
+    Records are cut at model.max_length, and the cut can remove their targets.
+    """
     model: Any = settings.model
     return [
         f"{found.lost:,} of {counted(found.records, f'{part} record')} have no target within "
@@ -154,7 +157,10 @@ def opening(settings: Config, source: Source, inputs: dict[str, str]) -> list[st
 
 
 def _label_line(source: Source, classes: str) -> str:
-    """Return the line about the labels. `classes` is the line to use if labels are classes."""
+    """Return the line that describes the labels.
+
+    classes  the line to return if the labels are classes
+    """
     if source.task == "regress":
         return f"labels are numbers: {source.classes[0]}"
     if source.task == "multilabel":
@@ -163,9 +169,10 @@ def _label_line(source: Source, classes: str) -> str:
 
 
 def table(counts: np.ndarray, classes: tuple[str, ...], names: tuple[str, ...] = ()) -> list[str]:
-    """Return the lines of a table with the counts of the first clients and classes.
+    """Return the lines of a table of record counts: one row per client, one column per class.
 
-    The column "+N more" has the sums of the N classes that have no column.
+    Only the first clients and classes are shown. The column "+N more" has the sums of the N other
+    classes.
     """
     clients = [" ".join(name.split())[:LONGEST_NAME] for name in names]
     clients = clients or [str(client) for client in range(len(counts))]
@@ -198,7 +205,7 @@ def sizes_line(sizes: dict[str, Any], clients: int, unit: str) -> str:
 
 
 def plain(settings: Config, source: Source, shards: Shards, counts: np.ndarray) -> dict[str, Any]:
-    """Return the description as an object for JSON, without notes and warnings."""
+    """Return the description of the data as an object for JSON, without notes and warnings."""
     import numpy as np
 
     inputs = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in source.train.inputs.items()}

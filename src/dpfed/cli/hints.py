@@ -1,4 +1,4 @@
-"""Error messages for unknown options that have the name of a configuration key."""
+"""Error messages for unknown options, with a hint if a configuration key has the option's name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import click
 
 
 def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
-    """Return the error message for an unknown option; `words` are the words of the command line.
+    """Return the error message for an unknown option.
 
-    If a key of the configuration has this name, the message shows the `--set` option for the key.
+    If a key of the configuration has a similar name, the message shows the `--set` option for this
+    key.
+
+    words  the words of the command line
     """
     parameters = error.ctx.command.params if error.ctx else []
     options = [name for parameter in parameters for name in parameter.opts]
@@ -33,7 +36,7 @@ def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
 
 
 def value_of(option: str, words: Sequence[str]) -> str:
-    """Return the value of an option on the command line, or "VALUE" for an option without value."""
+    """Return the value that follows an option on the command line, or "VALUE" if none follows."""
     for word, following in zip(words, [*words[1:], "-"], strict=True):
         if word.startswith(f"{option}="):
             return word.removeprefix(f"{option}=")

@@ -41,10 +41,10 @@ def list_names(
 
 
 def _sentence(thing: Any) -> str:
-    """Return a one-line description of a registered class or of a preset.
+    """Return a one-line description of an algorithm, a model, a data set or a preset.
 
-    For a class this is `summary`, or else the first line of the docstring of its module. For a
-    preset this is the first line of its file.
+    For a class it is the attribute `summary`, or else the first line of its module's docstring. For
+    a preset, `thing` is a path, and the description is the first line of the file.
     """
     if isinstance(thing, Path):
         return thing.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

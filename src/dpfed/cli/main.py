@@ -1,4 +1,4 @@
-"""The command line `dpfed`: gathers the commands and turns errors into exit codes."""
+"""The command line `dpfed`: gathers the commands, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def options(
         typer.Option("--version", callback=show_version, is_eager=True, help="print the version"),
     ] = False,
 ) -> None:
-    """Accept the options that stand before a command."""
+    """Accept the options that stand before a command, such as --version."""
 
 
 def main() -> None:
-    """Run the command line; exit with a code of docs/reference/exit-codes.md."""
+    """Run the command line, and exit with one of the codes of docs/reference/exit-codes.md."""
     for variable, value in QUIET_LIBRARIES.items():
         os.environ.setdefault(variable, value)
     try:
@@ -104,7 +104,8 @@ def main() -> None:
 
 
 def fail(sentence: str, code: int) -> NoReturn:
-    # torchrun sets RANK to the number of the process. Messages of rank 0 do not contain the rank.
+    # torchrun sets RANK to the number of each process. Messages name the process, except the first,
+    # rank 0.
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f", process {rank}"
     text = sentence.strip().rstrip(".")

@@ -1,4 +1,7 @@
-"""`dpfed model describe`: show the trainable tensors and their blocks, without weights."""
+"""`dpfed model describe`: show the trainable tensors of a model and their blocks.
+
+No weights are loaded.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ model = typer.Typer(name="model", cls=Group, help=HELP, no_args_is_help=True)
 
 @model.callback()
 def group() -> None:
-    """Do nothing: this function makes typer keep the name of the only command, `describe`."""
+    """Do nothing: without this function, typer would drop the name `describe`, its only command."""
 
 
 @model.command("describe", cls=Command)
@@ -42,7 +45,7 @@ def describe(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the trainable tensors and the blocks.
+    """Show the trainable tensors of a model, and the blocks that divide its parameters.
 
     Example: dpfed model describe --set model.train=full
 
@@ -67,7 +70,8 @@ def describe(
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
     """Return the inputs (kind, shape, classes) of the configured data, and notes on them.
 
-    If the data cannot be read, return the usual inputs of the model, and a note that says so.
+    If the data cannot be read, return inputs that are usual for the data or the model. A note says
+    so.
     """
     from dpfed.training.job.data import configured_source, published_spec, spec_of
 
@@ -91,7 +95,7 @@ def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
 def spec_of_options(
     config: Config, classes: int | None, image_size: int | None, channels: int | None
 ) -> InputSpec:
-    """Return the model's usual inputs (kind, shape, classes), changed by the options."""
+    """Return the model's usual inputs (kind, shape, classes), changed by command-line options."""
     section: Any = config.model
     usual: InputSpec = section.usual_spec()
     if usual.kind == "image":
@@ -108,7 +112,7 @@ def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
     shapes = {name: "x".join(map(str, s)) or "1" for name, s in found["tensors"].items()}
     sizes = {name: f"{size:,}" for name, size in found["blocks"].items()}
     up_bytes = 4 * found["uplink"]
-    # A language model has no classes.
+    # The inputs of a language model have no classes, so the text leaves them out.
     classes = f" and {spec.classes} classes" if spec.classes > 1 else ""
     return [
         f"{found['model']} ({found['class']}), train = {found['train']}, for {spec.kind} of "
@@ -133,13 +137,16 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Return how often each pair (name, value) occurs, with * for layer and head numbers."""
+    """Return how often each pair (name, value) occurs, with * in place of layer and head numbers.
+
+    The tensors of equal layers then become one line of the output.
+    """
     number = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.head)\d+$")
     return Counter((number.sub("*", name), value) for name, value in table.items())
 
 
 def plain(config: Config, parts: AssembledModel, notes: list[str]) -> dict[str, Any]:
-    """Return the description as an object for JSON."""
+    """Return the description of the model as a JSON-serialisable dict."""
     from dpfed.model.build import block_sizes
 
     space = parts.space

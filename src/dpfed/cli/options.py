@@ -28,7 +28,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on the las
 
 
 def settings_of(target: str | None, overrides: list[str] | None) -> Config:
-    """Return the configuration `target`, changed by the values of `--set`."""
+    """Load the configuration `target`, a file or preset, and change it by the `--set` options."""
     from dpfed.config import load
     from dpfed.registry import DEFAULT, registry
 
@@ -36,7 +36,7 @@ def settings_of(target: str | None, overrides: list[str] | None) -> Config:
 
 
 def show(lines: Sequence[str], result: Any, as_json: bool) -> None:
-    """Print lines for a person and, if asked, the result as one JSON object on the last line."""
+    """Print the lines, and with `as_json` also the result as one JSON object on the last line."""
     for line in lines:
         print(line)
     if as_json:

@@ -1,4 +1,4 @@
-"""Help screens: the list of commands, and help texts that rich prints without markup."""
+"""Help screens of the command line: the list of commands, and help texts with escaped markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ FOOT = (
 
 
 class Command(typer.core.TyperCommand):
-    """A command with plain help text, because rich would read "[federation.clients]" as markup."""
+    """A command whose help text rich shows unchanged.
+
+    Without escapes, rich would read a name such as "[federation.clients]" as markup.
+    """
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with escaped_help([self, *self.params]):
@@ -29,7 +32,7 @@ class Command(typer.core.TyperCommand):
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands that suggests the nearest command for a wrong name."""
+    """A group of commands that suggests the most similar command for a wrong name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -38,7 +41,8 @@ class Group(typer.core.TyperGroup):
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             from dpfed.config import nearest
 
-            # Raise the error here, because typer and click would each add a suggestion.
+            # Raise the error here, because typer and click would each add a suggestion of their
+            # own.
             ctx.fail(f"there is no command {name!r}{nearest(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
@@ -47,7 +51,7 @@ class Group(typer.core.TyperGroup):
 def escaped_help(described: list[Any]) -> Iterator[None]:
     """Within this context, escape rich's markup in the help texts of a command.
 
-    described  the command and its parameters, whose help texts contain the markup
+    described  the command and its parameters
     """
     texts = [(thing, thing.help) for thing in described if getattr(thing, "help", None)]
     for thing, text in texts:
@@ -60,7 +64,7 @@ def escaped_help(described: list[Any]) -> Iterator[None]:
 
 
 class Screen(Group):
-    """The first help screen: one line per command, at most 24 lines in all."""
+    """The help screen of `dpfed`: one line per command, at most 24 lines in all."""
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         command = super().get_command(ctx, name)
@@ -87,7 +91,7 @@ def first_sentence(text: str) -> str:
 
 
 def restore(command: click.Command) -> None:
-    """Give arguments their help texts back, because newer versions of click remove them."""
+    """Restore the help texts of a command's arguments, which newer versions of click remove."""
     for inner in getattr(command, "commands", {}).values():
         restore(inner)
     if command.callback is None:

@@ -1,4 +1,4 @@
-"""`dpfed plan`: from the size of a federation and a target epsilon to a recommended plan."""
+"""`dpfed plan`: recommend batch, noise and cohorts for a federation and a target epsilon."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare plans for a federation and recommend one.
+    """Compare privacy plans for a federation and recommend one.
 
     Example: dpfed plan --clients 50 --records 1000 --epsilon 4
     """
@@ -87,7 +87,12 @@ def plan(
 
 
 def whole_numbers(text: str | None, option: str) -> list[int]:
-    """Return the whole numbers of a text such as "400,900"; raise DpfedError for another text."""
+    """Return the whole numbers of an option's value such as "400,900".
+
+    Raise DpfedError if the value is another text.
+
+    option  name of the option, for the error message
+    """
     from dpfed.errors import DpfedError
 
     try:

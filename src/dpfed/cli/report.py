@@ -31,7 +31,9 @@ def report(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page of runs, grouped by seed; it needs no network.
+    """Write one HTML page of runs and studies.
+
+    Runs that differ only in their seed are shown as one method. The page needs no network.
 
     Example: dpfed report runs/a runs/b --out page.html
     """

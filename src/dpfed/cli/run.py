@@ -1,4 +1,4 @@
-"""`dpfed run`: train by a configuration."""
+"""`dpfed run`: train a model as configured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def run(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a configuration. Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3"""
+    """Train a model as configured.
+
+    Example: dpfed run --set run.rounds=10 --set algorithm.gamma=0.3
+    """
     from dpfed.training.interrupt import on_signals
 
     mode: Mode = "replace" if force else "new"
@@ -62,7 +65,11 @@ def _config_of(folder: Path) -> str:
 def _train(
     settings: Config, out: Path | None, mode: Mode, stop: Stop, started: Callable[[], None]
 ) -> dict[str, Any] | None:
-    """Train and return the result; in all torchrun processes except the first, return None."""
+    """Train and return the result. In all torchrun processes except the first, return None.
+
+    stop     raises an error in the training loop after a signal such as Ctrl-C
+    started  called before round 1
+    """
     from dpfed.training.backends.execution import InProcess, Torchrun
     from dpfed.training.backends.torchrun import join
     from dpfed.training.callbacks.base import OnStart
@@ -95,10 +102,11 @@ def _train(
 
 @contextmanager
 def starting() -> Iterator[Callable[[], None]]:
-    """Pause garbage collection until the yielded function is called, before round 1.
+    """Pause garbage collection while a run is prepared, to save time.
 
-    Imports create half a million objects that are never freed. Searching them for garbage takes
-    about a tenth of the time until round 1.
+    The pause ends when the yielded function is called, before round 1. Imports create half a
+    million objects that are never freed. Searching them for garbage takes about a tenth of the time
+    until round 1.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -106,7 +114,7 @@ def starting() -> Iterator[Callable[[], None]]:
     def started() -> None:
         if enabled and not gc.isenabled():
             gc.collect()
-            # `gc.freeze` excludes all present objects from later garbage collections.
+            # After `gc.freeze`, garbage collections no longer search the objects that exist now.
             gc.freeze()
             gc.enable()
 

@@ -1,1 +1,1 @@
-"""Reports: pages, tables, plots and model cards of runs."""
+"""Reports on training runs: HTML pages, tables, plots and model cards."""

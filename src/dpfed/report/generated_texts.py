@@ -1,4 +1,4 @@
-"""Read from a run's result the texts that the model wrote before and after training."""
+"""Read from a run's result the texts that the language model wrote before and after training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ MOST_LETTERS = 300
 
 
 def examples(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the examples of a result, each text on one line, without damaged examples.
+    """Return the generated texts of a run, each with its prompt and the expected text.
 
-    A long prompt is cut at its start, and another long text at its end.
+    Each text is put on one line. Damaged entries are left out. A long prompt is cut at its start,
+    and another long text at its end.
     """
     found = result.get("examples")
     if not isinstance(found, list):

@@ -1,4 +1,4 @@
-"""Labels of runs on a page: the method's name, and the settings that differ from other runs."""
+"""Labels of runs on a report page: the method's name, and the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from dpfed.privacy.published import show_setting
 
-# Keys that do not change the meaning of the results. Runs that differ only in these keys are
-# shown as seeds of one method.
+# Settings that do not change the meaning of the results, such as the seed. Runs that differ only in
+# these settings are shown as seeds of one method.
 ALIKE = frozenset(
     {
         "run.seed",
@@ -29,7 +29,7 @@ ALIKE = frozenset(
         "run.trackers",
     }
 )
-# Largest number of settings in a label. A table on the page lists all settings.
+# Largest number of settings in a label. A separate table on the page lists all settings.
 MAX_SETTINGS = 4
 MAX_LETTERS = 60
 
@@ -40,8 +40,8 @@ Settings = Mapping[str, Any]
 def labels(shown: Sequence[Settings], whole: Sequence[Settings] | None = None) -> list[str]:
     """Return a unique label for each group of runs: its algorithm and the settings that differ.
 
-    shown  settings of each group that the page may name
-    whole  all settings of each group; a number replaces a hidden setting that differs
+    shown  the settings of each group that the page may show
+    whole  all settings of each group; if a hidden one differs, the label shows a number for it
     """
     names = [str(table.get("algorithm.name", "run")) for table in shown]
     settings = []
@@ -90,7 +90,7 @@ def apart(
 
 
 def _equal(labels: Sequence[str]) -> list[list[int]]:
-    """Return one list for each label that occurs more than once: the label's indices."""
+    """Return the positions of equal labels: one list for each label that occurs more than once."""
     found: dict[str, list[int]] = {}
     for i, label in enumerate(labels):
         found.setdefault(label, []).append(i)
@@ -98,9 +98,12 @@ def _equal(labels: Sequence[str]) -> list[list[int]]:
 
 
 def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[list[str]]:
-    """Return for each table at most MAX_SETTINGS settings that differ between tables, as text.
+    """Return for each group of runs the settings that differ between the groups, as text.
 
-    A number replaces a value that the page must not show.
+    At most MAX_SETTINGS settings are used. A number replaces a value that the page must not show.
+
+    shown  the settings of each group that the page may show
+    whole  all settings of each group
     """
     out: list[list[str]] = [[] for _ in whole]
     every_key = dict.fromkeys(key for table in whole for key in table)
@@ -117,19 +120,19 @@ def _different(shown: Sequence[Settings], whole: Sequence[Settings]) -> list[lis
 
 
 def differs(key: str, tables: Sequence[Settings]) -> bool:
-    """Return True if the tables have different values of `key`; False for all keys in ALIKE."""
+    """Return True if the tables of settings differ in `key`; always False for the keys in ALIKE."""
     values = {json.dumps(table.get(key), default=str) for table in tables}
     return key not in ALIKE and len(values) > 1
 
 
 def key_in_words(key: str) -> str:
-    """Return a short name of a key: "lr" of algorithm.lr, "data" of data.name."""
+    """Return a short name of a configuration key: "lr" for algorithm.lr, "data" for data.name."""
     section, _, name = key.partition(".")
     return section if name == "name" else name or section
 
 
 def value_in_words(value: Any) -> str:
-    """Return a value as text for a label. A long text, such as a path, is cut at its start."""
+    """Return the value of a setting as text. A long text, such as a path, is cut at its start."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
         return text if len(text) <= MAX_LETTERS else f"…{text[1 - MAX_LETTERS :]}"

@@ -1,8 +1,8 @@
-"""Serve the page of runs in progress, to browsers on this machine only.
+"""Serve the report page of runs in progress over HTTP, to browsers on this machine only.
 
-The server answers two addresses: `/` with the page, and `/state.json` with the page's
-contents if they have changed. It refuses requests whose Host header names another machine.
-Without this check, a page of another site could read the contents (DNS rebinding).
+The server answers two addresses: `/` with the page, and `/state.json` with the page's contents if
+they have changed. It refuses requests whose Host header names another machine. Without this check,
+a web page of another site could read the contents (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ WATCHED_FILES = (CONFIG, METRICS, RESULT, DIAGNOSTICS, "table.json")
 
 
 class LivePage:
-    """The page of several folders. It is built again when a file in the folders has changed."""
+    """The report page of several folders, which is built again when a file in them has changed."""
 
     def __init__(self, folders: Sequence[Path], read: Callable[[], Report]) -> None:
         self._folders = folders
         self._read = read
         self._lock = threading.Lock()
-        # Take the time stamps before reading. A file that changes during the reading is read again.
+        # Take the time stamps before reading the files. A file that changes in between is then read
+        # again at the next request.
         self._stamps = self._file_stamps()
         self._report = read()
 
     def _file_stamps(self) -> list[tuple[str, int, int]]:
-        """Return (path, modification time, size) of each watched file that exists."""
+        """Return (path, modification time, size) of each file that the page is built from."""
         found = []
         names = [folder / name for folder in self._folders for name in WATCHED_FILES]
         for path in [*names, *map(status_file, self._folders)]:
@@ -49,14 +50,15 @@ class LivePage:
         return found
 
     def _refresh(self) -> str:
-        """Build the page again if a file has changed, and return the version of the page."""
+        """Build the page again if a file has changed. Return its version, a hash of time stamps."""
         stamps = self._file_stamps()
         if stamps != self._stamps:
             try:
                 self._report = self._read()
                 self._stamps = stamps
             except DpfedError:
-                # A run may be replacing a file at this moment. The next request reads it again.
+                # A run may be writing a file at this moment. Keep the old page until the next
+                # request, which reads the file again.
                 pass
         return hashlib.sha256(repr(self._stamps).encode()).hexdigest()[:16]
 
@@ -66,7 +68,10 @@ class LivePage:
             return render(self._report, version).encode()
 
     def changes(self, seen: str) -> bytes | None:
-        """Return the contents of the page as JSON, None if `seen` is still the page's version."""
+        """Return the contents of the page as JSON, or None if `seen` is still the page's version.
+
+        seen  the version that the browser shows
+        """
         with self._lock:
             version = self._refresh()
             if version == seen:
@@ -115,7 +120,7 @@ def handler(live: LivePage) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: with one line per request, the page's address would scroll away."""
+            """Log nothing: request lines would scroll the page's address out of the terminal."""
 
     return Handler
 
@@ -140,7 +145,11 @@ def serve(
     read: Callable[[], Report],
     on_start: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C; `on_start` receives its address."""
+    """Serve the live page of runs in `folders` until Ctrl-C.
+
+    read      builds the report again after a file has changed
+    on_start  called with the address of the page
+    """
     with open_server(folders, port, read) as server:
         on_start(f"http://{HOST}:{server.server_address[1]}/")
         try:

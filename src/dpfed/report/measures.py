@@ -12,7 +12,7 @@ DASH = "–"
 
 @dataclass(frozen=True)
 class Measure:
-    """A score of which a larger value is better.
+    """A kind of score by which methods are compared, such as accuracy; larger values are better.
 
     key     name of the score in files
     name    name of the score in tables and figures
@@ -31,16 +31,19 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """The name at the beginning of a line, such as "Accuracy"."""
+        """The score's name with a capital letter, for the beginning of a line: "Accuracy"."""
         return self.name[:1].upper() + self.name[1:]
 
     def label(self, where: str = "") -> str:
-        """Return the name for the axis of a plot: "accuracy on the test half, %"."""
+        """Return the label for the axis of a plot: "accuracy on the test half, %"."""
         words = f"{self.name} {where}".strip()
         return f"{words}, {self.unit}" if self.unit else words
 
     def shown(self, mean: float | None, spread: float | None, sign: bool = False) -> str:
-        """Return a mean, or a difference with its sign, as text: "91.20 ± 0.45"."""
+        """Return a mean score as text, with its spread if it is known: "91.20 ± 0.45".
+
+        sign  True for a difference of scores, which is shown with + or -
+        """
         if mean is None:
             return DASH
         if self.unit == "%":
@@ -54,7 +57,7 @@ class Measure:
 ACCURACY = Measure("accuracy", "accuracy", "accuracies", "%", 100.0, 0.0)
 R2 = Measure("r2", "R2", "r2_values", "", 1.0, -math.inf)
 MEASURES = {measure.key: measure for measure in (ACCURACY, R2)}
-# Further scores of a task, in the order of their columns.
+# Further scores of each task, in the order of their columns in a table.
 OTHER_SCORES = {
     "multilabel": ("macro_f1", "exact_match"),
     "regress": ("mae", "rmse"),
@@ -63,5 +66,5 @@ OTHER_SCORES = {
 
 
 def measure_of(task: str) -> Measure:
-    """Return the score by which methods of a task are compared."""
+    """Return the kind of score by which methods of a task are compared: R2 or accuracy."""
     return R2 if task == "regress" else ACCURACY

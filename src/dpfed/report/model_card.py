@@ -1,7 +1,8 @@
 """The model card: the data, the quality and the privacy of a trained model.
 
-The card may be published. It states the planned epsilon. It contains nothing that reveals the
-clients that took part: no seed, no cohort, no epsilon of a single client (docs/privacy.md).
+The card may be published. It states the epsilon that was planned before the run. It contains
+nothing that reveals the clients that took part: no seed, no cohort, no epsilon of a single client
+(docs/privacy.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dpfed.training.run_folder.files import STATEMENT
 OWN_MODELS = ("gn-resnet18", "linear")
 MAX_CLASSES = 50
 
-# Do not escape HTML: the card is Markdown, in which names appear as they are.
+# Do not escape HTML: the card is Markdown, in which characters such as & must stay unchanged.
 MARKDOWN = Environment(
     loader=PackageLoader("dpfed.report"),
     autoescape=False,
@@ -64,10 +65,10 @@ def model_card(
     kind: str,
     companions: Companions,
 ) -> str:
-    """Return the card as Markdown, with the front matter that model hubs read.
+    """Return the model card as Markdown, beginning with the metadata block that model hubs read.
 
     spending    the privacy that the run has spent, from its ledger; None without privacy
-    kind        "adapter" or "model"
+    kind        the exported form: "adapter" or "model"
     companions  files that are written beside the model, such as its tokenizer
     """
     inputs = result["input"]["kind"]
@@ -107,15 +108,19 @@ def _statement(
 
 
 def _is_hub_name(weights: str | None) -> bool:
-    """Return True if `weights` is a name on a model hub.
+    """Return True if `weights` is the name of a model on a hub.
 
-    Return False for a local path, which other machines cannot read.
+    Return False for random weights, and for a local path, which other machines cannot read.
     """
     return weights not in (None, "random") and not Path(weights).expanduser().exists()
 
 
 def _auto(inputs: str, causal: bool) -> tuple[str, str]:
-    """Return two names of transformers for the model: its Auto class, its pipeline task."""
+    """Return the names of the transformers Auto class and of the pipeline task for the model.
+
+    inputs  kind of the inputs, "text" or "image"
+    causal  True for a language model
+    """
     if causal:
         return "AutoModelForCausalLM", "text-generation"
     if inputs == "text":
@@ -124,7 +129,7 @@ def _auto(inputs: str, causal: bool) -> tuple[str, str]:
 
 
 def _image_sentence(config: Config) -> str:
-    """Return a sentence on how images are resized, "" for the usual bilinear resizing."""
+    """Return a sentence on how images are resized; "" for the usual bilinear resizing."""
     resize = getattr(config.model, "resize", "bilinear")
     sharpen = getattr(config.model, "sharpen", 0.0)
     if resize == "bilinear" and not sharpen:
@@ -140,7 +145,7 @@ def _image_sentence(config: Config) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return a text that tells the user of an adapter where to find its base model."""
+    """Return the sentence part that tells the user of an adapter where to find its base model."""
     name = config.model.name
     weights = config.model.weights
     if base_of(config) is None:
@@ -160,7 +165,11 @@ def _base(config: Config) -> str:
 
 
 def write_export(run: Path, out: Path, merge: bool = False) -> str:
-    """Write the model and its card to a new folder. Return "adapter" or "model", as written."""
+    """Write the trained model of a run and its model card to the new folder `out`.
+
+    Return the exported form, "adapter" or "model". With `merge`, a LoRA adapter is added to its
+    base weights, and the whole model is written.
+    """
     trained = read_run(run)
     kind = export(trained, out, merge)
     card = model_card(trained.config, trained.result, trained.accounts, kind, trained.companions)

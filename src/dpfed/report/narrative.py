@@ -1,4 +1,4 @@
-"""The sentences of a page: title, headline, banners, privacy statement. All are plain text."""
+"""The sentences of a report page: title, headline, banners and privacy statement, as plain text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ OPERATOR_BANNER = (
     "Made with --public, a page leaves that out."
 )
 
-# Scores of tasks that are not measured by accuracy: key in the result, name, and how it is shown.
+# Scores of tasks that are not measured by accuracy: key in the result, name on the page, and the
+# function that formats the value.
 OTHER_SCORES = (("perplexity", "Perplexity", show_perplexity), ("r2", "R2", show_score))
 
 
@@ -38,9 +39,9 @@ class Card:
 
 
 def title_of(groups: Sequence[Group], study_titles: Sequence[str]) -> str:
-    """Return the page's title: the title of its only study, else "MODEL on DATA".
+    """Return the page's title: the title of the only study on the page, else "MODEL on DATA".
 
-    If the groups have different models or data, the title gives the number of methods.
+    If the groups of runs have different models or data, the title gives the number of methods.
     """
     if len(study_titles) == 1 or not groups:
         return study_titles[0]
@@ -68,7 +69,7 @@ def lead(groups: Sequence[Group]) -> str:
 
 
 def _shape(group: Group) -> str:
-    """Return the clients, the cohort, the rounds and the local steps of a run as text."""
+    """Return the size of a run as text: its clients, cohort, rounds and local steps."""
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
     keys = ("participation", "rounds", "local_steps")
     share, rounds, steps = (number(_setting(group, "run", key)) for key in keys)
@@ -81,7 +82,7 @@ def _shape(group: Group) -> str:
 
 
 def best_group(groups: Sequence[Group]) -> Group | None:
-    """Return the group with the highest mean score among the groups of smallest epsilon.
+    """Return the group of runs with the highest mean score among those with the smallest epsilon.
 
     Return None if no run has been scored.
     """
@@ -91,7 +92,11 @@ def best_group(groups: Sequence[Group]) -> Group | None:
 
 
 def cards(groups: Sequence[Group]) -> list[Card]:
-    """Return the cards at the top of the page: the score, both views' epsilon, bytes sent."""
+    """Return the cards at the top of the page: score, epsilons and sent bytes of the best group.
+
+    There is one epsilon against the server, and one against a third party, who sees only the global
+    models.
+    """
     group = best_group(groups)
     if group is None:
         return []
@@ -104,7 +109,10 @@ def cards(groups: Sequence[Group]) -> list[Card]:
 
 
 def _score_card(group: Group, named: bool) -> Card:
-    """Return the card with the accuracy, the perplexity of a language model, or R2."""
+    """Return the card with a group's score: accuracy, or perplexity or R2 if the task has one.
+
+    named  True to show the group's label on the card
+    """
     for key, name, shown in OTHER_SCORES:
         found = [number(run.result.get(f"test_{key}")) for run in group.runs]
         reached = [value for value in found if value is not None]
@@ -130,7 +138,8 @@ def _epsilon_cards(group: Group) -> list[Card]:
     server = group.epsilon["server_worst"]
     third = group.epsilon["third_party"]
     delta = number(group.first("delta")) or (group.privacy and group.privacy.planned.delta)
-    # Use the non-breaking space and hyphen, so that a browser does not break the line here.
+    # Use the non-breaking space and hyphen, so that a browser does not break the line inside "δ =
+    # 1e-5".
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     planned = ""
     out = []
@@ -155,7 +164,9 @@ def _worst_client(group: Group) -> str:
 def _spent_card(group: Group, run: RunData, at: str) -> Card:
     """Return the card with the epsilon that an unfinished run has spent so far.
 
-    Another card shows the planned epsilon.
+    Another card shows the epsilon that is planned for the whole run.
+
+    at  text with the value of delta, to be added to the note
     """
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
     who = f"by {_worst_client(group)}"
@@ -166,7 +177,7 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 
 
 def planned_epsilon_note(group: Group) -> list[str]:
-    """Return a note that the group's epsilon in the table is planned and not spent yet.
+    """Return a note that the group's epsilon in the table is planned and not fully spent yet.
 
     The result is a list with this note for an unfinished group, and an empty list otherwise.
     """
@@ -178,7 +189,7 @@ def planned_epsilon_note(group: Group) -> list[str]:
 
 
 def meaning(groups: Sequence[Group]) -> str:
-    """Return a sentence that explains the epsilon at the top of the page without mathematics."""
+    """Return a sentence that explains the best group's epsilon without mathematics."""
     group = best_group(groups)
     if group is None:
         return "Nothing has been scored yet." if groups else ""
@@ -215,7 +226,10 @@ def banners(groups: Sequence[Group], public: bool) -> list[tuple[str, str]]:
 
 
 def live(runs: Sequence[RunData]) -> str:
-    """Return the progress of the unfinished run with the most rounds, "" if there is none."""
+    """Return the progress, such as "round 3 of 10", of the running run with the most rounds.
+
+    Return "" if no run is in progress.
+    """
     running = [run for run in runs if run.running]
     if not running:
         return ""
@@ -230,8 +244,8 @@ Pairs = list[tuple[str, str]]
 def statements(groups: Sequence[Group], public: bool) -> list[tuple[str, Pairs]]:
     """Return the privacy statements as pairs (title, pairs of a name and a sentence).
 
-    Methods with equal statements share one. `dpfed privacy --statement` and the model cards show
-    the same statements.
+    Methods with equal statements share one entry. `dpfed privacy --statement` and the model cards
+    show the same statements.
     """
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for group in groups:
@@ -252,7 +266,7 @@ def statements(groups: Sequence[Group], public: bool) -> list[tuple[str, Pairs]]
 
 
 def _page_notes(groups: Sequence[Group], public: bool) -> Pairs:
-    """Return notes on the page as a whole, which a statement of one run does not have."""
+    """Return notes on the page as a whole, to be shown with the privacy statements of its runs."""
     notes = []
     if not public:
         notes.append(("This page", "Publish it with --public, never beside figures of a client."))

@@ -46,7 +46,7 @@ ReadStudy = Callable[[Path, bool], tuple[Table, list[Group]]]
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a page, as read from the folders of runs and studies."""
+    """The contents of a report page, read from the folders of runs and of studies (comparisons)."""
 
     title: str
     groups: Sequence[Group]
@@ -57,18 +57,18 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Raise DpfedError for every folder: this is the `read_study` of a page without studies."""
+    """Refuse the folder of a study: the default `read_study`, for pages that show only runs."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 
 def read_report(
     paths: Sequence[Path], public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Return one report of all runs and studies in `paths`.
+    """Read all runs and studies in `paths`, and return the contents of one page.
 
     paths       folders of runs and of studies
     public      True to leave out values that a published page must not show
-    read_study  reads the folder of a study
+    read_study  returns the table and the runs of a study's folder
     """
     runs, studies = runs_and_studies(paths)
     groups = grouped(runs, public)
@@ -88,7 +88,7 @@ def read_report(
     if single > 1:
         tables.insert(0, runs_side_by_side(groups[:single]))
     title = narrative.title_of(groups, [] if runs else titles)
-    # The status of a federation names clients, so a public page has none.
+    # The status of a federation contains client names, so a public page does not show it.
     statuses = [] if public else [read_status(path) for path in paths]
     federations = [status for status in statuses if status is not None]
     return Report(title, groups, tables, all_figures(groups, tables), public, federations)
@@ -101,9 +101,9 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 
 
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
-    """Return a table with one row per group, for runs that belong to no study.
+    """Return a table with one row per group of runs, for runs that belong to no study.
 
-    Unlike a study's table, it has nothing about the search of learning rates.
+    Unlike a study's table, it has nothing about the search for learning rates.
     """
     rows = []
     notes = [
@@ -125,7 +125,7 @@ def runs_side_by_side(groups: Sequence[Group]) -> Table:
 
 
 def _contents(report: Report) -> dict[str, Any]:
-    """Return the variables for the template `body.html.j2`."""
+    """Return the variables for `body.html.j2`, the template of the page's visible contents."""
     groups = report.groups
     runs = [run for group in groups for run in group.runs]
     return {
@@ -142,14 +142,15 @@ def _contents(report: Report) -> dict[str, Any]:
 
 
 def body(report: Report) -> str:
-    """Return the HTML that changes while a run is in progress."""
+    """Return the HTML of the page's visible contents, which change while a run is in progress."""
     return TEMPLATES.get_template("body.html.j2").render(_contents(report))
 
 
 def render(report: Report, version: str = "") -> str:
     """Return the HTML of the whole page.
 
-    With `version`, the page asks its server for newer versions. Otherwise it sends no requests.
+    version  version of a live page, which asks its server for newer versions; "" for a page in a
+             file, which sends no requests
     """
     library = plotly_js()
     script = _asset("page.js")
@@ -176,7 +177,7 @@ def plain_figures(report: Report) -> dict[str, Any]:
 
 
 def json_block(value: Any) -> str:
-    """Return JSON without characters that could end the script element around it."""
+    """Return `value` as JSON in which no character can end the HTML script element around it."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -184,7 +185,7 @@ def json_block(value: Any) -> str:
 
 
 def plotly_js() -> str:
-    """Return the JavaScript of plotly, from its Python package."""
+    """Return the JavaScript library plotly, from its Python package."""
     try:
         path = resources.files("plotly") / "package_data" / "plotly.min.js"
         return path.read_text(encoding="utf-8")
@@ -199,7 +200,7 @@ def _asset(name: str) -> str:
 
 
 def compressed(text: str) -> str:
-    """Return the text gzipped and in base64. The page's script unpacks it."""
+    """Return the text gzipped and in base64. A script in the page unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 
@@ -210,9 +211,9 @@ def _hash(script: str) -> str:
 def write_page(
     paths: Sequence[Path], out: Path, public: bool = False, read_study: ReadStudy = runs_only
 ) -> Report:
-    """Write the page of all runs and studies in `paths`, and return its report.
+    """Write the page of all runs and studies in `paths` to the file `out`; return its contents.
 
-    If the page is not public, only its owner may read the file.
+    If the page is not public, only the owner of the file may read it.
     """
     report = read_report(paths, public, read_study)
     try:

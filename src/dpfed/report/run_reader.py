@@ -1,4 +1,4 @@
-"""Read the files of runs for a page. For a public page, private values are dropped at once."""
+"""Read the files of runs for a report page. For a public page, private values are left out."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Number of points of an epsilon curve, at logarithmic distances. The number is small, because
-# the accountant needs some time for each point.
+# Number of logarithmically spaced rounds at which an epsilon curve is computed. It is small,
+# because the accountant needs some time for each round.
 POINTS = 12
 STUDY_FILE = "study.json"
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The files of one run.
+    """The contents of one run's files, for a report page.
 
     name          name of the folder, empty on a public page
-    settings      the configuration as tables
-    result        the result, empty if there is none yet
+    settings      the configuration, as a dict by section
+    result        the result of the run, empty if there is none yet
     rows          the metrics of each completed round
     diagnostics   the recorded diagnostics of rounds
     label_counts  class names and, for each client, the number of records of each class;
@@ -63,7 +63,11 @@ class RunData:
     label_counts: Mapping[str, Any] | None = None
 
     def curve(self, key: str, diagnostics: bool = False) -> dict[int, float]:
-        """Return the measured values of a key by round, from the metrics or the diagnostics."""
+        """Return a measured value over rounds, as a dict from round to value.
+
+        key          name of the value
+        diagnostics  True to read it from the diagnostics, False to read it from the metrics
+        """
         rows = self.diagnostics if diagnostics else self.rows
         found = {int(row["round"]): number(row.get(key)) for row in rows}
         return {t: value for t, value in found.items() if value is not None}
@@ -83,7 +87,7 @@ class RunData:
 
     @property
     def unfinished(self) -> bool:
-        """True if rounds remain, so that a part of the planned epsilon is not spent yet."""
+        """True if rounds remain; then a part of the run's planned epsilon is not spent yet."""
         ended = self.result.get("state") in ("finished", "stopped")
         return not ended and self.last < self.planned_rounds
 
@@ -102,12 +106,12 @@ class RunData:
 
 @dataclass(frozen=True)
 class Privacy:
-    """The spending of a group's first run, from its ledger.
+    """The privacy spending of the first run of a group, from the run's ledger.
 
-    planned       the plan with the number of rounds that were charged; repeated rounds can raise it
+    planned       the privacy plan; if repeated rounds were charged, with this larger number
     server_worst  epsilon against the server, of the client with the most rounds
     third_party   epsilon against a third party, who sees only the global models
-    seeded        True if the noise was seeded
+    seeded        True if the noise was drawn from a seed
     void          the reason why the third party's epsilon does not hold, or None
     statement     the privacy statement of the run
     epsilons      epsilon of each client, empty on a public page
@@ -133,8 +137,8 @@ class Privacy:
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
         """Return (rounds, server's epsilon after each, third party's epsilon after each).
 
-        The epsilons are planned ones. If the third party's epsilon is void, the server's replaces
-        it.
+        The epsilons are planned ones. If the third party's epsilon does not hold, the server's
+        epsilon replaces it.
         """
         at, server, third = over_rounds(self.planned)
         return at, server, server if self.void else third
@@ -142,7 +146,7 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one method that differ only in their seed, or in other keys of ALIKE.
+    """Runs of one method that differ only in their seed, or in other settings listed in ALIKE.
 
     label    label of the method on the page
     privacy  spending of the first run; None without privacy or without a readable ledger
@@ -164,13 +168,17 @@ class Group:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """Accuracy of each scored run; R2 for regression, which has no accuracy."""
+        """The last measured accuracy of each run; R2 for regression, which has no accuracy."""
         last = [curve[max(curve)] for run in self.runs if (curve := run.curve("r2"))]
         return tuple(last) or self.accuracies
 
     @property
     def epsilon(self) -> dict[str, float | None]:
-        """Planned epsilon by view: the largest in the results, else the ledger's epsilon."""
+        """Planned epsilon by observer: "server_worst" and "third_party", as in the class Privacy.
+
+        It is the largest value in the results of the runs. Without a value there, it is the epsilon
+        from the ledger.
+        """
         return {view: self._epsilon(view) for view in FIGURES}
 
     def _epsilon(self, view: str) -> float | None:
@@ -186,9 +194,9 @@ class Group:
 
     @property
     def spent(self) -> float | None:
-        """Epsilon (server's view) that the unfinished run has spent; None without such a run.
+        """Epsilon against the server that the unfinished run has spent; None without such a run.
 
-        On a public page, it is the epsilon of the plan after the same number of rounds.
+        On a public page, it is the planned epsilon after the same number of rounds.
         """
         run = self.unfinished
         if run is None or self.privacy is None:
@@ -203,9 +211,12 @@ class Group:
         return next((run.result[key] for run in self.runs if run.result.get(key) is not None), None)
 
     def bands(self, key: str, diagnostics: bool = False) -> tuple[list[int], np.ndarray]:
-        """Return the rounds of a measured value, and its values `[seeds, rounds]`.
+        """Return the rounds of a measured value, and the value of each seed, `[seeds, rounds]`.
 
-        A run is left out if it has no value in the last of all rounds with a value.
+        A run that ended earlier than another one is left out. The rounds are those in which all
+        other runs have a value.
+
+        key, diagnostics  as in `RunData.curve`
         """
         curves = [curve for run in self.runs if (curve := run.curve(key, diagnostics))]
         last = max((max(curve) for curve in curves), default=0)
@@ -225,7 +236,7 @@ def number(value: Any) -> float | None:
 def over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
     """Return (rounds, server's epsilon after each, third party's epsilon after each), as planned.
 
-    The rounds are a selection that `rounds_shown` makes.
+    The rounds are those that `rounds_shown` selects.
     """
     at = rounds_shown(planned.rounds)
     return (
@@ -254,7 +265,10 @@ def _advantage(planned: Planned) -> float:
 
 
 def read_run_data(path: Path, public: bool) -> RunData:
-    """Return the contents of a run's files. A missing file counts as an empty file."""
+    """Return the contents of a run's files. A missing file counts as an empty file.
+
+    public  True to leave out values that a published page must not show
+    """
     settings = _settings(path)
     result = read_result(path)
     rows = tuple(read_rows(path / METRICS))
@@ -273,7 +287,10 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _label_counts(path: Path) -> dict[str, Any] | None:
-    """Return the table of label counts, None if it is missing or damaged."""
+    """Return the class names and each client's record counts by class, read from a file.
+
+    Return None if the file is missing or damaged.
+    """
     found = read_object(path / LABEL_COUNTS)
     classes = found.get("classes")
     counts = found.get("labels")
@@ -288,7 +305,7 @@ def _label_counts(path: Path) -> dict[str, Any] | None:
 
 
 def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public: bool) -> Group:
-    """Return the group of these runs, with the spending of the first run from its ledger.
+    """Return one group of runs, with the privacy spending of its first run from the ledger.
 
     If the ledger cannot be read, the group's `trouble` says why.
     """
@@ -297,7 +314,7 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
     try:
         found = read_recorded_spending(paths[0])
     except DpfedError as error:
-        # The error names a folder, which must not appear on a public page.
+        # The error message names a folder, which must not appear on a public page.
         hidden = "the ledger could not be read, so this page has no epsilon from it"
         return Group(label, tuple(runs), trouble=hidden if public else str(error))
     epsilons = () if public else tuple(float(value) for value in found.epsilons)
@@ -307,14 +324,15 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
 
 
 def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
-    """Return the runs in groups. Runs of a group have equal settings, except the keys in ALIKE.
+    """Return the runs in groups, one for each method, in the order of `paths`.
 
-    The groups have the order of `paths`.
+    Runs of a group have equal settings, except those listed in ALIKE, such as the seed.
     """
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Compare hidden settings too: runs on different data are different groups.
+        # Compare all settings, also those that a public page hides: runs on different data belong
+        # to different groups.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)

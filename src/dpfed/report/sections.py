@@ -1,4 +1,4 @@
-"""The sections of a page below its headline: figures, tables and lists, as data for a template."""
+"""The sections of a report page below its headline: figures, tables and lists, for a template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Card:
-    """A box of text. It holds a title, a sentence, names with values, tables, and notes below.
+    """A box of text on the page: a title, a sentence, names with values, tables, and notes below.
 
     wraps  True for tables of words, whose cells may break over several lines
     """
@@ -60,7 +60,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. It shows figures, then wide cards, then small cards in columns."""
+    """One section of a report page: figures, then wide cards, then small cards in columns."""
 
     name: str
     title: str
@@ -121,7 +121,7 @@ def _federation(status: Mapping[str, Any]) -> Card:
 
 
 def _examples(groups: Sequence[Group]) -> Iterator[Card]:
-    """Yield a card for each method with the texts that its first run has written."""
+    """Yield a card for each method with the texts that its first run's language model wrote."""
     for group in groups:
         rows = [[text[name] for name in COLUMNS] for text in examples(group.runs[0].result)]
         if rows:
@@ -140,7 +140,7 @@ def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
 
 
 def bold(text: str) -> str:
-    """Return the text in bold as HTML, escaped."""
+    """Return the text escaped and in bold, as HTML."""
     return Markup("<strong>{}</strong>").format(text)
 
 
@@ -171,21 +171,21 @@ def _shown(value: Any) -> str:
 
 
 def _common_settings(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the settings that all groups share."""
+    """Return the settings that have equal values in all groups of runs."""
     first, *others = [flat(group.settings) for group in groups]
     common = {
         key: value
         for key, value in first.items()
         if all(key in other and other[key] == value for other in others)
     }
-    # Leave the seed out, because the list of runs shows all seeds.
+    # Leave out the seed, which is not common: the runs of a group have different seeds.
     if any(len(group.runs) > 1 for group in groups):
         common.pop("run.seed", None)
     return common
 
 
 def _differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the keys that at least two groups have, and that are not equal in all groups."""
+    """Return the setting keys that at least two groups have, and that differ between groups."""
     settings = [flat(group.settings) for group in groups]
     hidden = {*_common_settings(groups), "run.seed"}
     every_key = dict.fromkeys(key for table in settings for key in table if key not in hidden)
@@ -203,7 +203,7 @@ def _differing_settings(groups: Sequence[Group]) -> list[Card]:
 
 
 def _settings(groups: Sequence[Group]) -> Iterator[Card]:
-    """Yield a card for each section of the shared settings, then one for each method's own keys."""
+    """Yield a card for each section of the common settings, then one for each method's own keys."""
     if not groups:
         return
     common = _common_settings(groups)

@@ -1,4 +1,4 @@
-"""Tables as CSV, JSON, Markdown and LaTeX. Equal studies give identical files."""
+"""Comparison tables as CSV, JSON, Markdown and LaTeX text. Equal studies give identical text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _LATEX = str.maketrans({
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     "–": "--", "|": r"\textbar{}", "¶": r"$^{\P}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
     "§": r"$^{\S}$", "<": r"\textless{}", ">": r"\textgreater{}",
-    # `to_latex` puts these two characters around bold words, because a command would be escaped.
+    # `to_latex` puts these two characters around bold words. It cannot put \textbf there, because
+    # `escape` would escape it.
     "\x00": r"\textbf{", "\x01": "}",
 })  # fmt: skip
 
 
 def records(table: Table) -> list[dict[str, Any]]:
-    """Return each row as a dictionary of plain values; accuracies are from 0 to 1."""
+    """Return each row of a table as a JSON-serialisable dict; accuracies are from 0 to 1."""
     costly = larger_epsilon(table)
     return [_record(row, table.measure, row.label in costly) for row in table.rows]
 
@@ -80,7 +81,7 @@ def to_json(table: Table) -> str:
 def to_csv(table: Table) -> str:
     """Return the table as CSV, one line per row.
 
-    Lists are joined by blanks. A dictionary gets one column for each of its keys.
+    The entries of a list are joined by blanks. A dictionary gets one column for each of its keys.
     """
     out = io.StringIO()
     lines = [_csv_line(record) for record in records(table)]
@@ -135,7 +136,7 @@ def escape(text: str) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """Return a table environment for a paper; it needs \\usepackage{booktabs}."""
+    """Return the table as a LaTeX environment; the paper needs \\usepackage{booktabs}."""
 
     def bold(text: str) -> str:
         return f"\x00{text}\x01"

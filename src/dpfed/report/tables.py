@@ -1,4 +1,4 @@
-"""The table of a comparison: its rows, its best rows at equal epsilon, and its cells as text."""
+"""The table of a comparison of methods: its rows, its best rows, and its cells as text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dpfed.privacy.published import show_loss, show_number
 from dpfed.report.measures import ACCURACY, DASH, Measure
 from dpfed.training.callbacks.public_figures import FIGURES
 
-# Epsilons within this factor count as equal. Runs that are calibrated to one target epsilon
-# differ by less than this factor.
+# Two epsilons count as equal if their ratio is below this factor. Runs that are calibrated to one
+# target epsilon differ by less.
 EQUAL_EPSILON_FACTOR = 1.01
-# No mark is an asterisk, because an asterisk would begin a list in Markdown.
+# Footnotes by their mark. No mark is an asterisk, because an asterisk would begin a list in
+# Markdown.
 FOOTNOTES = {
     "†": "spends a larger epsilon than others at the same noise, so it is not on equal terms "
     "(never in bold)",
@@ -24,9 +25,11 @@ FOOTNOTES = {
     "‡": "has runs that diverged, which count as accuracy 0",
     "§": "could not be run: ",
 }
-# Columns of `cells`, the most important first: a narrow screen shows only the first columns.
+# Column numbers of the table that `cells` returns, the most important column first. A narrow screen
+# shows only the first of them.
 IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
-# Number of the columns that every table has. The columns of other scores follow.
+# Number of columns that every table has. Tables with further scores have a column for each of these
+# after them.
 FIXED_COLUMNS = len(IMPORTANCE)
 EMPHASISED_COLUMNS = (0, 3)
 
@@ -37,18 +40,19 @@ Words = tuple[list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one method or variant.
+    """The results of one method or variant in a comparison.
 
-    row, column  position in a grid
-    rates        chosen values of the tuned keys
-    tuning_runs  number of runs of the search
-    at_edge      True if better values may lie outside the range of tried values
+    row, column  names of its row and its column, if the results form a grid
+    rates        chosen learning rates by their key
+    tuning_runs  number of runs of the search for learning rates
+    at_edge      True if better rates may lie outside the range of tried rates
     scores       score of each reported seed, such as an accuracy from 0 to 1
     other        means over the seeds of other scores, by name; None if a seed has no such score
     diverged     number of runs that diverged
-    difference   mean difference to the reference over equal seeds, and half the width of its 95 %
-                 interval (None with one seed)
-    epsilon      server_worst and third_party, None without privacy
+    difference   mean difference to the reference method over equal seeds, and half the width of its
+                 95 % interval (None with one seed)
+    epsilon      planned epsilon by observer: "server_worst", "third_party"; None without privacy
+    guarantee    the text that stands beside an epsilon, such as delta and assumptions
     traffic      numbers and bytes that one client sends and receives in a round
     failed       the reason why there are no results, or None
     """
@@ -83,12 +87,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a comparison.
+    """The table of a comparison: its rows, each with the results of one method or variant.
 
     axis       the setting that varies over the columns of a grid, empty without a grid
     reference  label of the row with which the others are compared
     notes      sentences below the table
-    measure    the score of the rows
+    measure    the kind of score by which the rows are compared, such as accuracy
     """
 
     title: str
@@ -100,12 +104,12 @@ class Table:
 
     @property
     def other(self) -> tuple[str, ...]:
-        """Names of the other scores, which have a column each."""
+        """Names of further scores of the rows, such as perplexity, which have a column each."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row.other))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of `ours - theirs`, and half the width of its 95 % t interval.
+    """Return the mean of the paired differences `ours - theirs`, and half its 95 % t interval.
 
     Both lists hold one score per seed, in the same order. With one seed there is no interval,
     and the second value is None.
@@ -120,7 +124,10 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column."""
+    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column.
+
+    Two epsilons that differ by a factor of at most EQUAL_EPSILON_FACTOR count as equal.
+    """
     out = set()
     for column in {row.column for row in table.rows}:
         rows = [row for row in table.rows if row.column == column]
@@ -134,12 +141,12 @@ def larger_epsilon(table: Table) -> set[str]:
 
 
 def best_of(rows: Sequence[Row], excluded: set[str], least: int = 2) -> set[str]:
-    """Return the labels of the rows with the highest mean score, ties included.
+    """Return the labels of the rows with the highest mean score; several if they are equal.
 
-    Rows without privacy do not compete with private rows. The set is empty if fewer than `least`
-    rows can be compared.
+    If a row has privacy, rows without privacy are not compared. The set is empty if fewer than
+    `least` rows can be compared.
 
-    excluded  labels of rows that do not compete
+    excluded  labels of rows that are not compared
     """
     scored = [row for row in rows if row.mean is not None]
     private = [row for row in scored if row.private]
@@ -162,7 +169,7 @@ def size(count: float) -> str:
 def cells(table: Table) -> Words:
     """Return the names of the columns, and the cells of all rows, as text.
 
-    Marks in the cells refer to `footnotes`.
+    Marks in the cells, such as †, refer to `footnotes`.
     """
     costly = larger_epsilon(table)
     reference = table.reference or "reference"
@@ -212,7 +219,7 @@ def _marks(row: Row, costly: set[str]) -> str:
 
 
 def footnotes(table: Table) -> list[str]:
-    """Return the footnotes for the marks that occur in the table."""
+    """Return the footnotes for the marks, such as †, that occur in the table."""
     costly = larger_epsilon(table)
     used = {mark for row in table.rows for mark in _marks(row, costly)}
     failed = "; ".join(f"{row.label}: {row.failed}" for row in table.rows if row.failed)
@@ -223,9 +230,13 @@ def footnotes(table: Table) -> list[str]:
 
 
 def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[list[str]]:
-    """Return the cells with the name and score of the best rows in bold.
+    """Return the cells of a table with the name and score of the best rows in bold.
 
-    In a table with an axis nothing is bold, because `grid_words` shows its best rows.
+    In a table with an axis (a setting that varies) nothing is bold, because `grid_words` shows the
+    best rows.
+
+    body  the cells that `cells` returned
+    bold  makes a word bold in the format of the output
     """
     best = set() if table.axis else best_of(table.rows, larger_epsilon(table))
     return [
@@ -240,7 +251,7 @@ def emphasised(table: Table, body: Sequence[Sequence[str]], bold: Bold) -> list[
 def grid_words(table: Table, bold: Bold) -> Words | None:
     """Return the scores as a grid: one line per method, one column per value of the axis.
 
-    Return None for a table without an axis.
+    The axis is the setting that varies between columns. Return None for a table without an axis.
     """
     if not table.axis:
         return None
@@ -253,7 +264,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
         for column in columns:
             best |= best_of([row for row in table.rows if row.column == column], costly)
     else:
-        # With only one method, compare its values with each other.
+        # With only one method, compare its results for all values of the axis with one another.
         in_one_column = tuple(replace(row, column="") for row in table.rows)
         best = best_of(table.rows, larger_epsilon(replace(table, rows=in_one_column)))
 
@@ -268,7 +279,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
 
 
 def shown_columns(head: Sequence[str], body: Sequence[Sequence[str]], width: int) -> dict[int, int]:
-    """Return the numbers and widths of the columns that fit into `width` letters.
+    """Return the columns that fit into `width` characters, as a dict from column number to width.
 
     The name of a column and the name of a method may be broken between words. Other cells may not
     be broken.

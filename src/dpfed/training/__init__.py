@@ -1,1 +1,1 @@
-"""A run: the job, the round loop, its backends, its budget and its folder."""
+"""Training runs: preparing a run, its round loop, where clients compute, budget and run folder."""

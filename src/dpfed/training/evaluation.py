@@ -1,7 +1,7 @@
-"""Evaluate a trained vector on the server's public test set.
+"""Evaluate a trained vector (all trainable parameters) on the server's public test set.
 
-Loss and accuracy are means over records. Those of a language model are means over target tokens,
-so that exp(loss) is the perplexity. Regression has no accuracy. It has R2, which follows from the
+Loss and accuracy are means over records. Those of a language model are means over target tokens, so
+that exp(loss) is the perplexity. Regression has no accuracy. It has R2, which follows from the
 loss.
 """
 
@@ -20,13 +20,16 @@ from dpfed.training.callbacks.activity import Activity
 from dpfed.training.job.job import Job
 
 MAX_BATCH = 8192
-# exp(700) is finite in float64, exp(710) is not.
+# Largest exponent of a perplexity: exp(700) is finite in float64, and exp(710) is not.
 LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one class on the test set; `support` is the number of test records of the class."""
+    """Precision, recall and F1 of one class on the test set.
+
+    support  number of test records of the class
+    """
 
     precision: float
     recall: float
@@ -46,12 +49,13 @@ def scored_batches(job: Job, theta: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
-    """Return (accuracy, mean loss) on the server's test set; (None, None) without a test set.
+    """Evaluate the vector `theta`: return (accuracy, mean loss) on the server's test set.
 
-    The accuracy of regression is None.
+    Without a test set return (None, None). The accuracy of regression is None.
     """
     task = job.model.task
-    # One tensor holds all sums, so that the host waits only once for a copy from the GPU.
+    # Collect all sums in one tensor on the device, because each copy from the GPU makes the host
+    # wait.
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for scores, labels in scored_batches(job, theta):
         weights = _weights(job, scores)
@@ -65,11 +69,11 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
 
 
 def r_squared(job: Job, loss: float | None) -> float | None:
-    """Return R2, the share of the test numbers' variance that the model explains.
+    """Return R2 of a regression: the share of the test labels' variance that the model explains.
 
-    Return None for other tasks, without a finite loss, and if all test numbers are equal.
+    Return None for other tasks, without a finite loss, and if all test labels are equal.
 
-    loss  mean squared error of the standardised test numbers
+    loss  mean squared error of the standardised test labels
     """
     if job.model.task.name != "regress" or loss is None or not math.isfinite(loss):
         return None
@@ -78,14 +82,14 @@ def r_squared(job: Job, loss: float | None) -> float | None:
 
 
 def _weights(job: Job, scores: Tensor) -> Tensor:
-    """Return the weight of each record: 1, or the number of its target tokens."""
+    """Return each test record's weight in the mean loss: 1, or the number of its target tokens."""
     if job.model.task.causal:
         return scores[:, TARGETS].double()
     return scores.new_ones(len(scores), dtype=torch.float64)
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return exp(loss), finite for any finite loss; None if there is no loss."""
+    """Return the perplexity exp(loss) as a finite number; None without a finite loss."""
     if loss is None or not math.isfinite(loss):
         return None
     return math.exp(min(loss, LARGEST_EXPONENT))
@@ -112,7 +116,10 @@ def class_scores(table: Tensor) -> list[Scores]:
 
 
 def label_scores(job: Job, theta: Tensor) -> list[Scores]:
-    """Return the scores of each label of multi-label data, whose support is its records."""
+    """Return the scores of each label of multi-label data.
+
+    The `support` of a label is the number of test records with this label.
+    """
     counts = torch.zeros(3, len(job.public.classes), dtype=torch.int64)
     for scores, labels in scored_batches(job, theta):
         found, true = (scores > 0).cpu(), labels.bool().cpu()
@@ -121,7 +128,7 @@ def label_scores(job: Job, theta: Tensor) -> list[Scores]:
 
 
 def _class_scores(correct: Tensor, predicted: Tensor, support: Tensor) -> list[Scores]:
-    """Return the scores of each class from its numbers of records, `[classes]`.
+    """Return precision, recall and F1 of each class, from counts of records, `[classes]` each.
 
     correct    records of the class that the model assigns to the class
     predicted  records that the model assigns to the class
@@ -137,12 +144,15 @@ def _class_scores(correct: Tensor, predicted: Tensor, support: Tensor) -> list[S
 
 
 def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Return accuracy, macro F1 and the scores of each class on the test set, as one dict.
+    """Return the metrics of the model's task on the test set, as one dict.
 
-    The dict is empty if there is no test set. Other tasks have other metrics.
+    The dict is empty if there is no test set. For single classes, it has accuracy, macro F1 and the
+    scores of each class, and in some cases:
 
     f1          only with two classes: F1 of the second class, as in the GLUE benchmark
     one_answer  only if the model predicts one class for all records: the name of this class
+
+    Regression, multi-label data and language models have other metrics.
     """
     if len(job.public.test.labels) == 0:
         return {}
@@ -167,7 +177,7 @@ def task_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
 
 
 def number_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Return the errors of predicted numbers, in the unit of the numbers: mae, rmse and r2."""
+    """Return the metrics of regression: mae and rmse in the unit of the test labels, and r2."""
     predict = job.model.task.predict
     errors = torch.cat(
         [predict(scores) - labels.double() for scores, labels in scored_batches(job, theta)]
@@ -179,7 +189,7 @@ def number_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
 
 
 def label_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Return the scores of multi-label predictions, where a probability above 1/2 is a yes.
+    """Return the metrics of multi-label data. A label is predicted if its probability is above 1/2.
 
     accuracy     share of right answers, over all records and labels
     exact_match  share of records with all labels right
@@ -199,14 +209,14 @@ def label_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
 
 
 def language_metrics(job: Job, theta: Tensor) -> dict[str, Any]:
-    """Return the scores of a language model on the test records that have targets, as one dict.
+    """Return the metrics of a language model on the test records that have targets, as one dict.
 
     perplexity      exp of the mean loss of a target token
-    token_accuracy  share of target tokens that have the highest score
-    record_loss     mean over records of their mean loss, which training minimises
-    exact_match     only for completions and chats: share of records of which every target has the
-                    highest score, given the true tokens before it. Greedy generation then writes
-                    exactly these targets, if the true earlier answers of a chat precede each answer
+    token_accuracy  share of target tokens that the model finds most probable
+    record_loss     mean over records of each record's mean loss, which training minimises
+    exact_match     only for completions and chats: share of records in which the model finds every
+                    target most probable, given the true tokens before it. Greedy generation after
+                    the prompt and the true earlier answers then writes exactly these targets
     """
     parts = [scores[scores[:, TARGETS] > 0] for scores, _ in scored_batches(job, theta)]
     scores = torch.cat(parts).double()

@@ -1,7 +1,7 @@
 """Export the trained model of a run, as an adapter for peft or a whole model for transformers.
 
-The export contains the spending record, which states the privacy spent on the weights. A later run
-that starts from these weights counts this spending. The export also contains tokenizer or image
+The export contains a spending record: a file that states the privacy spent on the weights. A later
+run that starts from these weights counts this spending. The export also contains tokenizer or image
 processor, class names and generation settings, so that plain `transformers` repeats the run's
 predictions.
 """
@@ -38,7 +38,8 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.embedded_record import embed
 from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
-# With the name config.json, transformers would take the folder of an adapter for a whole model.
+# The adapter's folder must not contain a config.json, because transformers would take it for the
+# folder of a whole model.
 ADAPTED_CONFIG = "model_config.json"
 PROBLEM_TYPES = {
     "classify": "single_label_classification",
@@ -49,13 +50,13 @@ PROBLEM_TYPES = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that was read from its folder, with its trained model.
+    """A finished run that was read from its folder, with its trained model.
 
     config    the configuration of the run
     result    the content of run.json
-    spec      public facts about the inputs and labels
+    spec      kind, shape and labels of the inputs
     parts     the model with its trained weights
-    accounts  the spending in the run's ledger; None for a run without privacy
+    accounts  the privacy spending in the run's ledger; None for a run without privacy
     """
 
     config: Config
@@ -77,20 +78,20 @@ class Trained:
 
     @property
     def spending_record(self) -> str:
-        """The spending record of the trained weights, as JSON text."""
+        """The file content that states the privacy spent on the trained weights, as JSON text."""
         realised = self.accounts.realised if self.accounts else None
         return json.dumps(spending_of(self.result["release"], realised), indent=1)
 
 
 def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
-    """Return configuration, result and input facts of a run with a trained model."""
+    """Read configuration, result and input description of a finished run from its folder."""
     if not (folder / CONFIG).is_file():
         raise DpfedError(f"{folder} is not the folder of a run: {phrase('a run folder')}")
     config = load(folder / CONFIG, [], registry())
     result = read_result(folder)
     try:
         spec = _input_of(result)
-        # A result without a release note is damaged, too.
+        # A result without a release note is damaged. Raise KeyError for it here.
         _ = result["release"]
     except (KeyError, TypeError):
         raise DpfedError(
@@ -116,14 +117,17 @@ def _input_of(result: dict[str, Any]) -> InputSpec:
 
 
 def _assembled(config: Config, spec: InputSpec) -> AssembledModel:
-    """Return the model of a run with its initial weights."""
+    """Return the untrained model of a run: its initial weights, from the run's seed."""
     streams = Streams(config.run.seed)
     seeds = (streams.number("init"), streams.number("init", 1))
     return assemble(config.model, spec, seeds, **block_rules(config))
 
 
 def trained_tensors(folder: Path, space: Space) -> dict[str, Tensor]:
-    """Return the trained tensors of a run; raise DpfedError if they do not fit `space`."""
+    """Return the trained tensors of a run by name.
+
+    Raise DpfedError if their names or shapes differ from those of the model, which `space` lists.
+    """
     path = folder / MODEL
     try:
         trained = load_file(path)
@@ -139,7 +143,7 @@ def trained_tensors(folder: Path, space: Space) -> dict[str, Tensor]:
 
 
 def export(trained: Trained, out: Path, merge: bool = False) -> str:
-    """Write the export to `out`, a new or empty folder, and return its type: "adapter" or "model".
+    """Write the trained model to `out`, a new or empty folder; return "adapter" or "model".
 
     merge  True: add a LoRA adapter to its base weights, and write a whole model
     """
@@ -158,7 +162,8 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     kind = "model"
     with short_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        # Write the spending record first, so that weights never exist without it.
+        # Write the spending record before the weights. After a crash, no weights then exist without
+        # a statement of their privacy.
         _write_text(out / SPENDING, record)
         if peft is None:
             _save_whole(trained.parts.adapted.model, out, trained)
@@ -176,7 +181,7 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
 
 
 def _with_plain_base(trained: Trained) -> Trained:
-    """Return the run with its base weights unquantised, as the hub or the folder has them.
+    """Return the run with its base weights unquantised, as the hub or the local folder has them.
 
     If the sum of base and adapter were stored in four bits, it would be rounded again.
     """
@@ -198,19 +203,20 @@ def _with_plain_base(trained: Trained) -> Trained:
 
 
 def configure(trained: Trained) -> None:
-    """Add class names and model-specific entries to the model configuration that is exported.
+    """Add class names and model-specific entries to the exported model's configuration.
 
-    Call this only once: it also changes the head of a regression to predict in the user's unit.
+    Call this only once: for regression it also changes the model's head, which then predicts in the
+    unit of the user's labels.
     """
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:
         return
-    # Only a model with a classification head has classes; a language model has none.
+    # Only a model with a classification head has class names; a language model has none.
     if trained.parts.built.head:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # By this value, pipelines of transformers choose softmax, sigmoid or the output itself.
+        # From this value, the pipelines of transformers choose softmax, sigmoid or the raw output.
         config.problem_type = PROBLEM_TYPES[trained.spec.task]
         if trained.spec.task == "regress":
             to_user_unit(trained.parts.adapted.model, trained.parts.head, trained.spec)
@@ -222,9 +228,9 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
     for adapter in peft.peft_config.values():
         adapter.base_model_name_or_path = base_of(trained.config)
         adapter.inference_mode = True
-    # Set save_embedding_layers=False, because peft otherwise asks the hub about the base model.
+    # With save_embedding_layers=False, peft does not ask the hub about the base model.
     peft.save_pretrained(str(out), save_embedding_layers=False)
-    # Delete the model card that peft writes, because it says nothing about privacy.
+    # Delete the model card that peft has written, because it says nothing about privacy.
     (out / "README.md").unlink(missing_ok=True)
     model: Any = trained.parts.adapted.model
     if hasattr(model, "config") and trained.parts.built.head:
@@ -235,7 +241,8 @@ def _save_adapter(peft: Any, out: Path, trained: Trained) -> None:
 def base_of(config: Config) -> str | None:
     """Return the hub name or absolute path of the base model; None if its weights were random.
 
-    The path is absolute, because transformers could take a bare folder name for a hub name.
+    The path is absolute, because transformers could take the name of a folder for a name on the
+    hub.
     """
     section: Any = config.model
     weights = section.chosen() if hasattr(section, "chosen") else section.weights

@@ -15,7 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Callable that raises InterruptedRunError if a signal has arrived; the training loop calls it.
+    """Receiver of SIGTERM and Ctrl-C. The training loop calls it after each local step.
+
+    The call raises InterruptedRunError if a signal has arrived.
 
     gently  True: the first signal requests a stop, and a second signal ends the process at once.
             False: the first signal ends the process at once.
@@ -33,7 +35,8 @@ class Stop:
         received = signal.Signals(number)
         if self.gently and self._signal is None:
             self._signal = received
-            # Use os.write, because `print` fails if the signal has interrupted another `print`.
+            # Use os.write, because `print` raises an error if the signal has interrupted another
+            # `print`.
             notice = f"{received.name}: stopping after this local step; once more to stop at once\n"
             os.write(2, notice.encode())
         elif received is signal.SIGINT:

@@ -1,4 +1,4 @@
-"""The loop of a round's K local steps, which simulations and network clients share."""
+"""The loop over the K local steps of a round, for simulated clients and clients on a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LocalResult:
 
     states   the algorithm's state of the clients
     message  the tensors that each client sends to the server, `[S, ...]`
-    memory   the vectors that each client stores until its next round
+    memory   the vectors that each client keeps for its next round, such as control variates
     """
 
     states: Any
@@ -34,8 +34,9 @@ def run_local_steps(
     oracle: FleetOracle,
     after_step: Callable[[int], None] = lambda k: None,
 ) -> LocalResult:
-    """Run K local steps of S clients, starting from the server's state, and return their results.
+    """Run the K local steps of a round for S clients, and return their results.
 
+    server      the algorithm's state of the server, from which the clients start
     memory      the vectors that the clients stored in earlier rounds
     oracle      returns noised gradients of the clients' records
     after_step  called with the number of completed steps; may raise an error to end the round

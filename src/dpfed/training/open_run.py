@@ -43,7 +43,7 @@ Mode = Literal["new", "replace", "resume"]
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The name and the folder of an open run.
+    """The identity of an open run: its name and its folder.
 
     name    random identifier of the run, stored in run.json
     note    sentence that says if the results may be released
@@ -59,8 +59,9 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is ready to train.
+    """A run that is ready to train, with everything that its end needs.
 
+    place        name and folder of the run
     loop         runs the rounds
     metrics      keeps the first and the last reported round
     checkpoints  writes and reads checkpoints
@@ -103,7 +104,7 @@ class OpenRun:
         return result
 
     def interrupted(self, error: InterruptedRunError) -> InterruptedRunError:
-        """Write to run.json that a signal stopped the run; return the error for the user."""
+        """Write to run.json that a signal stopped the run; return the error to raise."""
         rounds = self.metrics.rounds
         after = f"after round {rounds[-1].t}" if rounds else "before round 1"
         folder = self.place.folder
@@ -115,7 +116,7 @@ class OpenRun:
 
 
 def refuse_start(config: Config, out: Path, mode: Mode, served: bool) -> None:
-    """Raise DpfedError if the run cannot start in the folder `out`, before anything is computed.
+    """Raise DpfedError if a run cannot start in the folder `out`, before anything is computed.
 
     served  True if the clients are on a network
     """
@@ -132,7 +133,7 @@ def refuse_start(config: Config, out: Path, mode: Mode, served: bool) -> None:
 def open_run(
     job: Job, out: Path, mode: Mode, execution: Execution, watchers: Callbacks
 ) -> Iterator[OpenRun]:
-    """Yield the run, ready to train; folder and ledger stay locked until the context ends.
+    """Yield the run, ready to train. Run folder and ledger stay locked until the context ends.
 
     job       the job of the run
     out       the run folder
@@ -152,7 +153,8 @@ def open_run(
         trackers = Trackers(job.config, out, budget.planned if budget else None)
         stack.callback(trackers.close)
         if resume:
-            # Check again, because another process may have resumed the run before the lock was set.
+            # Compare the settings again, because another process may have resumed the run before
+            # this one locked the folder.
             refuse_other(out, job.config)
         else:
             folder.begin(name, note)
@@ -161,7 +163,8 @@ def open_run(
         job = execution.bind(job, folder)
         place = RunPlace(name, note, folder, resume)
         ledger: Ledger | None = None
-        # Open the ledger before the checkpoints, because its lock detects another process.
+        # Opening locks the ledger, and fails if another process still trains this run. Do this
+        # before checkpoints are read.
         if budget is not None and not job.served:
             released = resume and folder.last_round() > 0
             ledger = run_ledger(job, budget, folder.ledger, name, released)
@@ -210,16 +213,16 @@ def _ready(
 
 
 def may_overlap(job: Job) -> bool:
-    """Return True if a round may begin before the check of the previous round for NaN and infinity.
+    """Return True if a round may begin before the previous round is checked for NaN and infinity.
 
-    Return False with real noise. A failed check ends the run, and with overlap the next round would
-    then be charged without any use.
+    Return False with real noise. With overlap, a failed check would end the run after the ledger is
+    charged for a next round that is of no use.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 
 
 def _checked_budget(job: Job, resume: bool) -> Budget:
-    """Return the planned spending of a private run.
+    """Return the planned privacy spending of a run.
 
     Raise DpfedError if the plan has no finite epsilon, or if the delta of a new run is too large.
     """
@@ -233,7 +236,7 @@ def _checked_budget(job: Job, resume: bool) -> Budget:
 
 
 def _client_states(job: Job, folder: RunFolder) -> ClientStates:
-    """Return the store of client memory.
+    """Return the store of the vectors that simulated clients keep between rounds.
 
     It stays empty for clients on a network, because they store their vectors themselves.
     """
@@ -245,9 +248,9 @@ def _client_states(job: Job, folder: RunFolder) -> ClientStates:
 def _load_checkpoint(
     job: Job, folder: RunFolder, checkpoints: Checkpoints, remote: Any
 ) -> LoadedCheckpoint | None:
-    """Return the newest complete checkpoint, or None if the run was interrupted before the first.
+    """Return the newest complete checkpoint, or None if the run stopped before writing one.
 
-    Metrics of later rounds are removed, because the run computes these rounds again.
+    Metrics of rounds after the checkpoint are deleted, because the run computes these rounds again.
     """
     saved, damaged = checkpoints.load(first_state(job))
     if saved is None and damaged:
@@ -260,9 +263,10 @@ def _load_checkpoint(
 
 
 def _record_changes(job: Job, place: RunPlace, saved: LoadedCheckpoint | None) -> None:
-    """Write the settings that changed since the last start into the run folder.
+    """Write the settings that changed when the run was resumed into the run folder.
 
-    Call this after opening the ledger, because the ledger must record added rounds first.
+    Call this after opening the ledger. If rounds are added, the ledger must state them before the
+    run folder does.
     """
     folder = place.folder
     folder.amend(job.config, changes(folder.path, job.config), saved.progress.t if saved else 0)

@@ -28,7 +28,7 @@ RELEASABLE = (
 
 
 def release_note(config: Config, private: bool) -> str:
-    """Return the sentence that says if the results of a run may be released.
+    """Return the release note: a sentence that says if the results of a run may be released.
 
     Configuration, metrics, model and result of the run contain this sentence.
     """
@@ -84,7 +84,10 @@ def result_of(
 
 
 def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]:
-    """Return the main score of a task that is not measured by accuracy, before and after."""
+    """Return the score before and after training, for tasks that are not measured by accuracy.
+
+    It is R2 for regression and perplexity for language models. The dict is empty for other tasks.
+    """
     if job.model.task.name == "regress":
         return {"test_r2": last.r2, "start_r2": first.r2}
     if not job.model.task.causal:
@@ -96,7 +99,11 @@ def other_scores(job: Job, first: Round, last: Round) -> dict[str, float | None]
 
 
 def task_name(config: Config, result: Mapping[str, Any]) -> str:
-    """Return the task of a run. Results of old versions lack it, so the model's name decides."""
+    """Return the task that a run trained, such as "classify".
+
+    Results written by old versions of dpfed do not contain the task. For these, the name of the
+    model decides.
+    """
     causal = config.model.name == "auto-causal"
     return str(result.get("task") or ("causal" if causal else "classify"))
 
@@ -109,7 +116,7 @@ def is_causal(config: Config, result: Mapping[str, Any]) -> bool:
 def guarantee(job: Job) -> str:
     """Return the text that must stand beside an epsilon: delta, privacy unit and assumptions.
 
-    Without privacy the text is "no privacy".
+    Without privacy, the text says so.
     """
     if not job.plan.private:
         return NO_PRIVACY

@@ -1,4 +1,4 @@
-"""Build the public facts of a round (`Context`), and the server's state before round 1."""
+"""Build the public numbers of a round (`Context`), and the server's state before round 1."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class RoundFigures:
 def context(
     job: Job, t: int, clients: Sequence[int], clip: float | None = None, answered: int = 0
 ) -> Context:
-    """Return the public facts of round t for these clients, as the algorithm's methods need them.
+    """Return the context of round t: the public numbers that the algorithm's methods need.
 
+    clients   numbers of the clients that compute
     clip      clip norm of the round; None for the clip norm of the plan
     answered  number of messages in the cohort's mean; only the server's step uses this number
     """
@@ -78,9 +79,9 @@ def context(
 def build_context(
     space: Space, plan: Plan, clients: Sequence[int], figures: RoundFigures, device: torch.device
 ) -> Context:
-    """Return the public facts of a round for these clients, from the plan and the round's numbers.
+    """Return the context of a round from the privacy plan and the round's numbers.
 
-    Simulations and network clients both call this function, so that they compute the same steps.
+    Simulations and network clients both call this function, so that they compute equal steps.
     """
     phi = torch.from_numpy(plan.phis(np.asarray(clients, dtype=np.int64)))
     return Context(
@@ -102,7 +103,8 @@ def build_context(
 def scalar(value: float, device: torch.device) -> Tensor:
     """Return a number as a float64 scalar tensor on the device.
 
-    The number is written on the device, because a copy from the host would wait for earlier work.
+    The device itself writes the number. A copy from the host would wait for earlier work on the
+    GPU.
     """
     return torch.full((), value, dtype=torch.float64, device=device)
 

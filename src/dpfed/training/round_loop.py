@@ -1,4 +1,7 @@
-"""The round loop of every run: cohort -> charge -> train -> aggregate -> evaluate -> callbacks."""
+"""The round loop of every run: cohort -> charge -> train -> aggregate -> evaluate -> callbacks.
+
+"Charge" means: record the privacy cost of the round in the ledger.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class RoundLoop:
     """Run the rounds of a job.
 
     backend         computes the mean of each cohort's messages
-    spending        selects the clients that may take part, and charges the ledger
+    spending        selects the clients that may take part, and records their privacy cost
     callbacks       gets the events of the run
-    stop            called before a round is charged; may raise an error to end the run
+    stop            called before each round; may raise an error to end the run
     checkpoint_due  called once for each round; returns True if a checkpoint follows the round
     overlap         True: begin the next round before the check of a round for NaN and infinity, so
                     that the host does not wait for the GPU. False: check each round at once.
@@ -50,7 +53,7 @@ class RoundLoop:
     overlap: bool = False
 
     def run(self, progress: Progress | None = None) -> Tensor:
-        """Run the remaining rounds and return the trained vector `[P]`.
+        """Run the remaining rounds and return the trained vector, `[P]` for P trainable parameters.
 
         progress  completed rounds of a resumed run; None to begin with the evaluation of round 0
         """
@@ -73,7 +76,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # Without a mean message the server's state does not change. The charge remains.
+                    # A lost round leaves the state unchanged, but its privacy cost remains.
                     pass
                 finally:
                     wait_for_charge()
@@ -101,7 +104,7 @@ class RoundLoop:
         return state.result
 
     def _round_zero(self) -> Progress:
-        """Evaluate the initial vector, report it as round 0 and return the progress so far."""
+        """Evaluate the initial vector, report it as round 0, and return the progress after it."""
         state = first_state(self.job)
         epsilon = self.spending.server_max()
         round = Round(0, None, None, epsilon, 0, 0, self.job.plan.clip, 0.0, state.theta)
@@ -133,9 +136,9 @@ class RoundLoop:
         epsilon: Callable[[], float | None] | None,
         started: float,
     ) -> tuple[Round, State]:
-        """Return the round with its scores and its epsilon, and the state with the best round.
+        """Return the round with its scores and epsilon, and the state with the best round so far.
 
-        The time of the round then includes the evaluation.
+        The time of the returned round includes the evaluation.
 
         epsilon  function that waits for the epsilon from another thread; None for no epsilon
         started  start of training, in seconds of `time.perf_counter`
@@ -160,7 +163,8 @@ def aggregate(
 ) -> State:
     """Return the server's state after round t: the algorithm applies the mean message to the state.
 
-    The clip norm changes too with quantile clipping, and the average changes with `run.average`.
+    With quantile clipping, the clip norm of the state changes too. With `run.average`, the average
+    of the iterates changes.
 
     mean      mean of the clients' messages
     answered  number of clients whose messages are in the mean
@@ -176,11 +180,12 @@ def aggregate(
 
 
 def choose(job: Job, t: int, eligible: np.ndarray, requests: np.ndarray) -> list[int]:
-    """Return the cohort of round t: the sorted numbers of S distinct clients.
+    """Choose the cohort of round t: return the sorted numbers of S distinct clients.
 
     If there are fewer than S eligible clients, all of them are in the cohort.
 
-    requests  number of rounds that each client was asked for so far, `[N]`
+    eligible  numbers of the clients that may take part
+    requests  number of rounds that each of the N clients was asked for so far, `[N]`
     """
     schedule = job.schedule
     rng = job.streams.generator("cohort", t)

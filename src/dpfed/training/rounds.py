@@ -21,10 +21,10 @@ class Round:
     eligible        number of clients from which the cohort was drawn; the server keeps this secret
     clip            clip norm C of this round; only quantile clipping changes it
     seconds         training time since round 1
-    theta           the evaluated vector: the last iterate, or the average with `run.average`
-    last_accuracy   accuracy of the last iterate, with `run.average` only
+    theta           trained vector after the round; with `run.average` the average of these vectors
+    last_accuracy   accuracy of the vector that is not averaged, with `run.average` only
     score           value of `run.metric`, if it follows from none of the other scores
-    r2              share of the test numbers' variance that is explained, for regression only
+    r2              share of the test labels' variance that is explained, for regression only
     best            the best round so far, with `run.keep` or `run.early_stopping` only
     """
 
@@ -45,7 +45,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Progress:
-    """The completed rounds of a run.
+    """The progress of a run: its number of completed rounds, and the state after them.
 
     t        number of completed rounds
     state    the server's state after these rounds

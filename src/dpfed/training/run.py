@@ -44,7 +44,7 @@ def run(
     with open_run(job, out, mode, execution, watchers) as opened:
         watchers.on_start(opened.job)
         try:
-            # At its end, this block waits until the last checkpoint is on disk.
+            # The `with` block ends only when the last checkpoint is on disk.
             with opened.checkpoints:
                 opened.loop.run(opened.saved.progress if opened.saved else None)
         except InterruptedRunError as error:
@@ -59,8 +59,8 @@ def run(
 
 
 def assist(config: Config, group: Group) -> None:
-    """Compute this process's share of every round of a torchrun run.
+    """On ranks other than 0 of torchrun, compute this process's clients in every round of a run.
 
-    Rank 0 of torchrun calls `run` instead, and all other processes call this function.
+    Rank 0 calls `run` instead.
     """
     follow(prepare(config), group)

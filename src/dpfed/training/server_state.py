@@ -1,4 +1,7 @@
-"""The server's state between two rounds: everything the next round needs except client memory."""
+"""The server's state between two rounds: everything that the next round needs from the server.
+
+The vectors that clients keep between rounds are stored elsewhere (backends/client_state.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# These names contain a dot, so that no field of an algorithm's state can have the same name.
+# Names of tensors in a checkpoint. They contain a dot, so that no field of an algorithm's state can
+# have such a name.
 AVERAGE = "run.average"
 WEIGHT = "run.average.weight"
 BEST = "run.best."
@@ -21,9 +25,9 @@ class Best:
     """The round with the best score on public data so far.
 
     theta   the evaluated vector of this round, `[P]` on the device
-    score   its score; larger is better
-    round   its number
-    waited  number of evaluations since then
+    score   the score of this round; larger is better
+    round   number of this round
+    waited  number of evaluations since this round
 
     `score`, `round` and `waited` are scalar tensors on the CPU.
     """
@@ -35,7 +39,7 @@ class Best:
 
     @classmethod
     def none_yet(cls, theta: Tensor) -> Best:
-        """Return the value before the first evaluation, with the lowest finite score.
+        """Return the "best round" before any evaluation: its score is the lowest finite number.
 
         The score is not minus infinity, because a run stops if its state is not finite.
         """
@@ -43,7 +47,7 @@ class Best:
         return cls(theta, lowest, torch.tensor(0), torch.tensor(0))
 
     def after(self, theta: Tensor, score: float, t: int) -> Best:
-        """Return the best round after the evaluation of round t. A score of NaN is never better."""
+        """Return the best round after round t was evaluated. A score of NaN is never better."""
         if score > float(self.score):
             found = torch.tensor(score, dtype=torch.float64)
             return Best(theta, found, torch.tensor(t), torch.tensor(0))
@@ -55,16 +59,17 @@ class Best:
 
 @dataclass(frozen=True)
 class State:
-    """The state that each round passes to the next.
+    """The server's state after a round, with which the next round begins.
 
     server   the state of the algorithm
     clip     clip norm C of the next round; only quantile clipping changes it
-    average  Σ (1-a)·a^(n-i)·θ_i over the n rounds so far, for a = `run.average`; None without it
+    average  Σ (1-a)·a^(n-i)·θ_i over the vectors θ_i of the n rounds so far, for a = `run.average`;
+             None without `run.average`
     weight   sum of the weights (1-a)·a^(n-i) in `average`; None without `run.average`
     best     the best round so far; None without `run.keep` = "best" and `run.early_stopping`
 
     The average is computed from released values, so it costs no privacy. Clients continue from the
-    last iterate, not from the average.
+    last vector θ_n, not from the average.
     """
 
     server: Any
@@ -80,14 +85,15 @@ class State:
 
     @property
     def result(self) -> Tensor:
-        """The evaluated and saved vector: the average with `run.average`, else the last iterate."""
+        """The vector to evaluate and save: the average with `run.average`, else the last vector."""
         if self.average is None or self.weight is None:
             return self.theta
-        # Before round 1 the weight is zero. Return theta then, because the average would be 0/0.
+        # Before round 1 the weight is zero, and the average would be 0/0. Return theta in that
+        # case.
         return torch.where(self.weight > 0, self.average / self.weight, self.theta)
 
     def averaging(self) -> State:
-        """Return this state with an empty average, with which a run with `run.average` begins."""
+        """Return this state with an empty average, for the start of a run with `run.average`."""
         weight = torch.zeros((), dtype=torch.float64, device=self.theta.device)
         return dataclasses.replace(self, average=torch.zeros_like(self.theta), weight=weight)
 
@@ -104,7 +110,7 @@ class State:
         return State(server, clip, summed, average * self.weight + (1 - average), self.best)
 
     def judged(self, score: float | None, t: int) -> State:
-        """Return the state after the evaluation of round t, with the best round so far.
+        """Return the state after round t was evaluated, with the best round so far.
 
         Return the state unchanged if it keeps no best round, or if the round has no score.
         """
@@ -125,7 +131,7 @@ class State:
         return {**own, AVERAGE: self.average, WEIGHT: self.weight}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], clip: float) -> State:
-        """Return a copy of this state with other tensors and another clip norm.
+        """Return a copy of this state with other tensors and clip norm, such as from a checkpoint.
 
         Raise ValueError if names, shapes or dtypes differ from this state's tensors.
         """

@@ -1,1 +1,1 @@
-"""Figures of runs and studies: interactive figures for the page, and plots for files."""
+"""Figures of runs and studies: interactive ones for HTML pages, and plots for image files."""

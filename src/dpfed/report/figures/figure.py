@@ -1,8 +1,8 @@
-"""A figure of a page as plain data for plotly, and functions that make lines, bands and bars.
+"""A figure of the HTML report as plain data for plotly, and functions that make its traces.
 
-A trace is one series in plotly's format. The entry `meta` of a trace holds its number and its role.
-The page's script chooses colours, dashes and markers from `meta`, because only the script knows if
-the page is light or dark.
+A trace is one series in plotly's format, such as a line, a band or bars. The entry `meta` of a
+trace holds its number and its role. The script of the HTML page chooses colours, dashes and markers
+from `meta`, because only the script knows if the page is light or dark.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_MARKED_POINTS = 12
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure with labels, units, a caption and its numbers.
+    """One figure of the HTML report, with labels, units, a caption and its numbers.
 
     id, section  names of the figure and of its section on the page
     x, y         axes in plotly's format
-    traces       lines, bands, bars or a map in plotly's format
-    head, rows   the numbers, for the table below the figure and for CSV
+    traces       lines, bands, bars or a heat map in plotly's format
+    head, rows   column names and rows of the table below the figure and of its CSV file
     more         other entries of plotly's layout
     wide         True for a figure as wide as the page
     height       height in pixels
@@ -48,7 +48,7 @@ class Figure:
     height: int = 340
 
     def plain(self) -> dict[str, Any]:
-        """Return the figure as an object for JSON, which the page's script reads."""
+        """Return the figure as a JSON-serialisable dict, which the script of the page draws."""
         return {
             "data": list(self.traces),
             "layout": {"xaxis": dict(self.x), "yaxis": dict(self.y), **self.more},
@@ -86,7 +86,7 @@ def line(x: Sequence[Any], y: Sequence[float], name: str, series: int, **meta: A
 
 
 def band(x: Sequence[int], values: np.ndarray, series: int) -> Trace:
-    """Return the trace of the area between the lowest and the highest value over the seeds.
+    """Return a band: the plotly trace that fills the area between the lowest and the highest seed.
 
     x       round numbers
     values  one value per seed and round, `[seeds, rounds]`
@@ -111,15 +111,15 @@ def bars(x: Sequence[Any], y: Sequence[Any], name: str, series: int, **more: Any
 
 
 def inert(text: str) -> str:
-    """Return a name with <, > and & escaped, because plotly reads HTML in names."""
+    """Return a name with <, > and & escaped, because plotly would interpret them as HTML."""
     return html.escape(str(text), quote=False)
 
 
 def joined(names: Sequence[str]) -> str:
-    """Return one or two names in full; for more names, the first and the number of the others."""
+    """Join names for a label: "a and b" for two names, "a and 4 more" for five."""
     return " and ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 
 def short(delta: float) -> str:
-    """Return a delta such as 1e-5, without leading zeros in its exponent."""
+    """Return a delta as short text: "1e-5" instead of "1e-05"."""
     return show_delta(delta).replace("e-0", "e-")

@@ -1,4 +1,4 @@
-"""A plot of `dpfed plan`: noise over batch for each choice of cohorts."""
+"""The plot of `dpfed plan`: noise over batch size, with one line for each way to draw cohorts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpfed.report.figures.plots import COLOURS, STYLES, save_private, single_plo
 
 
 def noise_over_batch(plan: FederationPlan, path: Path) -> None:
-    """Draw the noise of the whole run over the batch, and mark the recommended plan."""
+    """Draw the noise of the whole run over the batch size, and mark the recommended plan."""
     federation = plan.federation
     figure, axes = single_plot(path, (6.4, 4))
     for number, cohorts in enumerate(dict.fromkeys(choice.cohorts for choice in plan.choices)):

@@ -21,7 +21,8 @@ from dpfed.privacy.published import show_delta, show_loss
 from dpfed.report.measures import Measure
 from dpfed.report.run_reader import over_rounds
 
-# Okabe and Ito's eight colours without yellow, which is hard to see on white.
+# Okabe and Ito's eight colours for colour-blind readers, without yellow, which is hard to see on
+# white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MAX_NAMED_CLIENTS = 60
@@ -31,11 +32,11 @@ MAX_NAME_LETTERS = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """The score of one method over rounds, such as its accuracy.
+    """The score of one method over rounds, such as its accuracy, as a curve of a plot.
 
     name    label of the method
-    panel   title of the panel that shows the curve
-    rounds  the scored rounds
+    panel   title of the subplot that shows the curve
+    rounds  the rounds after which the score was measured
     seeds   for each seed, the score after each of `rounds`
     """
 
@@ -46,10 +47,10 @@ class Curve:
 
 
 def epsilon_over_rounds(planned: Planned, path: Path) -> None:
-    """Draw the planned epsilon after each round, with one line for each of two views.
+    """Draw the planned epsilon after each round: one line for each of two observers.
 
-    The views are the server's, of the client with the most rounds, and that of a third party, who
-    sees only the global models.
+    The first observer is the server, and its line is for the client with the most rounds. The other
+    observer is a third party, who sees only the global models.
     """
     figure, axes = single_plot(path, (6.4, 4))
     at, server, third = over_rounds(planned)
@@ -65,11 +66,12 @@ def epsilon_over_rounds(planned: Planned, path: Path) -> None:
 
 
 def tradeoff_curve(planned: Planned, path: Path) -> None:
-    """Draw the errors that any attacker must make: false negatives against false positives.
+    """Draw a run's trade-off curve: the lowest false-negative rate for each false-positive rate.
 
-    The curve of the run is for an attacker who sees what the server sees, and for the client with
-    the largest privacy loss. Two lower bounds are drawn below it: one follows from epsilon and
-    delta, and one is the curve of the Gaussian mechanism with the run's mu, if it has a mu.
+    The rates are those of an attacker who sees everything that the server sees and guesses if a
+    record was used. The curve is for the client with the largest privacy loss. Two lower bounds are
+    drawn below it. One follows from epsilon and delta. The other is the curve of the Gaussian
+    mechanism with the run's mu, if it has a mu.
     """
     figure, axes = single_plot(path, (5.6, 5.2), "--curve")
     histories = planned.histories
@@ -96,11 +98,12 @@ def tradeoff_curve(planned: Planned, path: Path) -> None:
 def label_table(
     counts: np.ndarray, classes: Sequence[str], title: str, path: Path, names: Sequence[str] = ()
 ) -> None:
-    """Draw a heat map of record counts: one row per client, one column per class."""
+    """Draw the table of label counts as a heat map: one row per client, one column per class."""
     width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
     height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
     figure, axes = single_plot(path, (width, height))
-    # Use cividis, which colour-blind readers see alike (Nuñez, Anderton, Renslow 2018).
+    # Use the colour map cividis, which looks alike with and without colour blindness (Nuñez,
+    # Anderton, Renslow 2018).
     image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="training records")
     axes.set(xlabel="label", ylabel="client")
@@ -117,11 +120,12 @@ def label_table(
 def scores_over_rounds(
     curves: Sequence[Curve], title: str, measure: Measure, paths: Sequence[Path]
 ) -> None:
-    """Write the plot of `draw_scores` to each of `paths`."""
+    """Draw scores over rounds with `draw_scores`, and write the plot to each of `paths`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # With a fixed salt, equal studies give identical SVG files.
+    # Matplotlib derives the ids inside an SVG file from this salt. With a fixed salt, equal studies
+    # give identical files.
     with matplotlib.rc_context({"svg.hashsalt": "dpfed"}):
         figure = Figure(layout="constrained")
         draw_scores(figure, curves, title, measure)
@@ -131,11 +135,13 @@ def scores_over_rounds(
 
 
 def draw_scores(figure: Any, curves: Sequence[Curve], title: str, measure: Measure) -> None:
-    """Draw scores over rounds: a line for the mean over seeds, and a band for their range.
+    """Draw scores over rounds: a line for the mean over seeds, and a band for all seeds.
 
-    Curves with equal `panel` share one panel.
+    The band goes from the lowest to the highest seed. Curves with equal `panel` are drawn in the
+    same subplot.
 
-    figure  an empty figure of matplotlib, whose size is changed
+    figure   an empty figure of matplotlib, whose size is changed
+    measure  the kind of score, such as accuracy
     """
     names = list(dict.fromkeys(curve.name for curve in curves))
     panels = list(dict.fromkeys(curve.panel for curve in curves))
@@ -163,7 +169,7 @@ def draw_scores(figure: Any, curves: Sequence[Curve], title: str, measure: Measu
 
 
 def _limits(curves: Sequence[Curve], measure: Measure) -> tuple[float, float]:
-    """Return the range of the y axis.
+    """Return the lower and the upper limit of the axis that shows scores.
 
     Round 0 is left out, because its low score would flatten the curves.
     """
@@ -193,7 +199,10 @@ def _pyplot() -> Any:
 
 
 def single_plot(path: Path, inches: tuple[float, float], option: str = "") -> Any:
-    """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg."""
+    """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg.
+
+    option  the option that gave `path`, for the error message; "" for the usual option for plots
+    """
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"{option or phrase('plot')} {path} must end in .png or .svg")
     return _pyplot().subplots(figsize=inches, layout="constrained")

@@ -1,4 +1,4 @@
-"""Figures of the privacy section: epsilon over rounds, accuracy by epsilon, epsilon by client."""
+"""Privacy figures of the HTML report: epsilon over rounds, by client, and against accuracy."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# Colour number and dash of each view's line. The numbers are not 0 and 1, which are the colours of
-# the first two methods.
+# (colour number, dash) of the lines of the server's and of the third party's epsilon. Numbers 0 and
+# 1 are not used, because they are the colours of the first two methods.
 STYLES = ((6, "solid"), (2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
 
 
 class Plan(NamedTuple):
-    """A privacy plan and the groups of runs that follow the plan.
+    """A privacy plan (such as its noise and rounds), and the groups of runs that follow it.
 
-    name     the groups' labels in words; "" if all groups follow this plan
+    name     labels of the groups that follow the plan, joined; "" if all groups follow it
     group    the first of these groups
-    privacy  the spending of the first group
+    privacy  the privacy spending of `group`
     """
 
     name: str
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def epsilon_axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis for epsilon. The label under the mouse shows all digits of a value."""
+    """Return a plotly axis for epsilon, which sets the number of digits shown under the mouse."""
     return axis(title, hoverformat=f".{PLOTTED_DIGITS}~r", **more)
 
 
@@ -41,7 +41,7 @@ def losses(values: Iterable[float]) -> list[float]:
 
 
 def plans(groups: Sequence[Group]) -> list[Plan]:
-    """Return each distinct privacy plan once, with the groups that follow the plan."""
+    """Return each distinct privacy plan of the groups once, with the groups that follow it."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
         if group.privacy is not None:
@@ -64,10 +64,11 @@ def _limit(group: Group) -> tuple[str, float] | None:
 
 
 def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
-    """Return the figure of the planned epsilon after each round, for both views.
+    """Return the figure of the planned epsilon after each round, against two observers.
 
-    A page that is not public also shows the largest epsilon that a client has spent. Return None
-    without privacy.
+    The observers are the server, and a third party, who sees only the global models. A page that is
+    not public also shows the largest epsilon that a client has spent. Return None if no group has
+    privacy.
     """
     found = plans(groups)
     if not found:
@@ -83,7 +84,8 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
             series = index if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
-        # On a public page this curve is empty, because `read_run_data` drops the spent epsilons.
+        # On a public page this curve is empty, because `read_run_data` removes the spent epsilons
+        # from the metrics.
         spent = plan.group.runs[0].curve("epsilon_server_max")
         if spent and not plan.name:
             values = losses(spent.values())
@@ -112,7 +114,7 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
 
 
 def _limit_marks(found: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return a horizontal line for each budget or target epsilon of the plans."""
+    """Return a horizontal line, as a dict, for each budget or target epsilon of the plans."""
     limits = dict.fromkeys(limit for plan in found if (limit := _limit(plan.group)) is not None)
     return [{"value": value, "text": f"{word} {show_setting(value)}"} for word, value in limits]
 
@@ -152,7 +154,8 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the histogram of the clients' epsilons, for the first run of each group.
 
-    Groups with equal epsilons share their bars. Return None if the epsilons are not known.
+    Groups with equal epsilons share their bars. Return None if no group has the epsilons of its
+    clients, as on a public page.
     """
     found: dict[tuple[float, ...], list[Group]] = {}
     for group in groups:
@@ -188,7 +191,7 @@ def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
 
 
 def client_names(run: RunData, count: int) -> list[str] | list[int]:
-    """Return the names of a run's clients, or the clients' numbers if names are not usable."""
+    """Return the names of a run's clients, or numbers from 0 if names are missing or repeated."""
     names = run.result.get("client_names")
     if isinstance(names, list) and len({str(name) for name in names}) == count == len(names):
         return [str(name) for name in names]

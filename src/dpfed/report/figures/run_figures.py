@@ -1,4 +1,4 @@
-"""All figures of a page: training, comparisons, clients' data, communication, diagnostics."""
+"""All figures of the HTML report: training, comparisons, data, communication, diagnostics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpfed.report.figures.privacy_figures import (
 from dpfed.report.run_reader import Group, number
 from dpfed.report.tables import Table
 
-# Largest number of cells of a heat map. A browser draws this many without delay.
+# Largest number of cells of a heat map that browsers draw without delay.
 MAX_CELLS = 20_000
 MAX_NAME_LETTERS = 24
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -45,7 +45,7 @@ def all_figures(groups: Sequence[Group], tables: Sequence[Table]) -> list[Figure
 
 @dataclass(frozen=True)
 class Measured:
-    """A value that is drawn over rounds, with the texts of its figure.
+    """A measured value that a figure draws over rounds, with the title and texts of this figure.
 
     key    name of the value in the metrics or the diagnostics of a run
     scale  factor from the stored value to the drawn value
@@ -90,9 +90,9 @@ DIAGNOSTICS = (
 
 
 def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
-    """Return the figure of a value over rounds: the mean over seeds of each method.
+    """Return the figure of a measured value over rounds: one line per method.
 
-    A band shows the range from the lowest to the highest value over the seeds.
+    The line is the mean over seeds. A band shows the range from the lowest to the highest seed.
     """
     is_training = curve.section == "training"
     traces, rows = [], []
@@ -123,7 +123,7 @@ def over_rounds(groups: Sequence[Group], curve: Measured) -> Figure:
 
 
 def label_map(groups: Sequence[Group]) -> Figure | None:
-    """Return a heat map of the number of records by client and label.
+    """Return a heat map of the number of training records of each label at each client.
 
     The map shows the first run that recorded these numbers. Return None if no run recorded them.
     """
@@ -244,9 +244,9 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
 
 
 def along_axis(table: Table, index: int) -> Figure | None:
-    """Return the figure of the score over the setting that varies between the table's columns.
+    """Return the figure of the score over the setting that varies between the columns of `table`.
 
-    Return None if the table has a single column.
+    Return None if no setting varies, or if the table has a single column.
 
     index  number of the table on the page, from 0
     """
@@ -281,13 +281,14 @@ def along_axis(table: Table, index: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Return the figure of a histogram that the first run of each method has recorded.
+    """Return the figure of a histogram that runs recorded in their diagnostics.
 
-    With several methods, it shows the last recorded round of each method. With one method, it shows
-    all recorded rounds.
+    An example is the histogram of √v, where v are the second moments of the optimizer. The figure
+    shows the first run of each method. With several methods, it shows the last recorded round of
+    each method. With one method, it shows all recorded rounds.
 
     key   name of the histogram in the diagnostics
-    unit  the counted quantity, for titles
+    unit  the quantity whose values are counted, such as "√v", for titles
     """
     recorded = [(i, g) for i, g in enumerate(groups) if any(run.diagnostics for run in g.runs)]
     is_alone = len(recorded) == 1
@@ -322,9 +323,12 @@ def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
 
 
 def _shares(row: Mapping[str, Any], key: str) -> tuple[list[float], list[float]]:
-    """Return the middle of each bin, and the share of values in each bin in per cent.
+    """Return the middle of each bin of a histogram, and each bin's share of the values in per cent.
 
-    Most empty bins at both ends are left out.
+    At both ends, all empty bins except four are left out.
+
+    row  the diagnostics of one round
+    key  name of the histogram in `row`
     """
     counts = np.nan_to_num(np.asarray(row[key], dtype=float))
     low, high = (float(v) for v in row.get("histogram_log10") or (-9, 1))

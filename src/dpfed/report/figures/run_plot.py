@@ -1,4 +1,4 @@
-"""A plot of one run for a notebook: its main score, and epsilon, over the rounds."""
+"""A plot of one run for a notebook: its main score over the rounds, and its epsilon."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LINES = (
 
 
 def run_plot(history: pandas.DataFrame, delta: float | None) -> Any:
-    """Draw the history of a run in the user's matplotlib; return the two axes.
+    """Draw a run's main score and its epsilon over the rounds; return the two matplotlib axes.
 
-    history  a row for each round, with columns such as "accuracy"
-    delta    delta of the guarantee; None without privacy
+    history  a table with a row for each round, and columns such as "accuracy"
+    delta    delta of the privacy guarantee; None without privacy
     """
     from matplotlib import pyplot
 

@@ -1,1 +1,1 @@
-"""Backends, which compute a cohort in one process, in several, or together with other runs."""
+"""Backends compute the clients of a round: in one process, in several, or with other runs."""

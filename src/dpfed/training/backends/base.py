@@ -1,4 +1,4 @@
-"""The interface of a backend, which computes the mean of a cohort's messages."""
+"""The interface of a backend, which computes the mean of the messages of a round's clients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ WaitForCharge = Callable[[], None]
 
 
 def no_charge() -> None:
-    """Return at once, because a run without privacy has no charge to wait for."""
+    """Do nothing: the default `wait_for_charge`, for runs without privacy and ledger."""
 
 
 class Backend(Protocol):
-    """Computes cohorts in this process, in several processes, or at clients on a network."""
+    """Interface of an object that computes the clients of a round and averages their messages.
+
+    Clients compute in this process, in several processes, or on a network.
+    """
 
     def run_cohort(
         self,
@@ -31,17 +34,21 @@ class Backend(Protocol):
         t                number of the round
         state            the server's state before the round
         clients          numbers of the clients in the cohort
-        wait_for_charge  waits until the round's charge is on disk; raises if it cannot be written
+        wait_for_charge  waits until the ledger has the round's cost on disk; raises if that fails
 
-        The backend must call `wait_for_charge` before a noised value leaves an oracle.
+        The backend must call `wait_for_charge` before an oracle returns a noised gradient.
+        Otherwise a crash could leave a released value that no ledger has counted.
         """
 
 
 class RemoteBackend(Backend, Protocol):
-    """A backend whose JSON-serialisable state is part of the checkpoint."""
+    """A backend for clients on other machines. Checkpoints store its JSON-serialisable state."""
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
-        """Continue from the state `remembered`, which `after` returned and a checkpoint stored."""
+        """Restore the backend of a resumed run.
+
+        remembered  the state that `after` returned and that a checkpoint stored
+        """
 
     def after(self, t: int, state: State) -> dict[str, Any]:
         """Return the backend's state after round t, to be stored in the checkpoint.
@@ -50,8 +57,8 @@ class RemoteBackend(Backend, Protocol):
         """
 
     def report(self) -> dict[str, Any]:
-        """Return the entries that the backend adds to the run's result."""
+        """Return the entries that this backend adds to the result of the run."""
 
 
 class LostRoundError(DpfedError):
-    """A round ended without a mean message. The run continues with the state before the round."""
+    """A round has ended without a mean message. The run continues with the state before it."""

@@ -1,9 +1,10 @@
 """Train a pack of runs at once: one pass computes the gradients of J runs with S clients each.
 
-The runs may differ in seed, rates, method or noise. Each run has its own folder, ledger, random
-streams, round loop and thread. Records and the frozen model are in memory once, and one pass
-computes the clipped sums of all runs (privacy/batched_sums.py). The results of a run in a pack
-equal the results of the run alone, up to the order of additions.
+A pack is a set of runs that are trained together on one device. A pass is one forward and backward
+computation of many records. The runs may differ in seed, learning rates, method or noise. Each run
+has its own folder, ledger, random streams, round loop and thread. Records and the frozen model are
+in memory once, and one pass computes the clipped sums of all runs (privacy/batched_sums.py). The
+results of a run in a pack equal the results of the run alone, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -25,23 +26,27 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-# Block options of an algorithm whose configuration has no key for the parameter blocks.
+# Default of the option that divides parameters into blocks, for algorithms without this option.
 BLOCKS = {"granularity": "block"}
-# Largest automatic pack: more runs in a pass gain little speed and need more memory.
+# Number of runs in a pack with `--pack auto`. More runs would gain little speed and need more
+# memory.
 MAX_RUNS = 16
 
 
 class UnbatchableError(Exception):
-    """The run cannot share passes with its pack: model or data differ, or memory is too small."""
+    """A run cannot be computed together with other runs, so it must train alone.
+
+    Its model or data differ from theirs, or the memory is too small.
+    """
 
 
 def pack_key(config: Config) -> Hashable | None:
-    """Return a key that is equal for runs that can share passes; None for a run that must be alone.
+    """Return a key that is equal for runs that can be trained together in one pack.
 
-    The key contains everything that determines a pass: data, model, blocks, device, precision and
-    clipping rule. It also contains rounds, local steps, participation and batch, so that all runs
-    end at about the same time. Method, learning rate, sigma, C, budget, seed and evaluation may
-    differ.
+    Return None for a run that must train alone. The key contains everything that determines a joint
+    computation: data, model, blocks, device, precision and clipping rule. It also contains rounds,
+    local steps, participation and batch, so that all runs end at about the same time. Method,
+    learning rate, sigma, clip norm, budget, seed and evaluation may differ.
     """
     data, privacy, run = config.data, config.privacy, config.run
     runs_alone = (
@@ -70,14 +75,15 @@ def pack_key(config: Config) -> Hashable | None:
     seeded = (model.weights == "random" and model.train != "full") or (
         model.lora.freeze_a and model.train == "lora"
     )
-    # If frozen weights are drawn from the seed, runs with different seeds have different models.
+    # If the frozen weights are drawn from the seed, runs with different seeds have different models
+    # and cannot be packed.
     frozen_seed = run.seed if seeded else None
     clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
     return repr((data, config.model, frozen_seed, blocks, clipping, computed, _size_of(config)))
 
 
 def _size_of(config: Config) -> tuple[Hashable, ...]:
-    """Return the settings that determine the length of a run and the records in a pass."""
+    """Return the settings that determine the number of steps and the records in each step."""
     privacy, run = config.privacy, config.run
     size: tuple[Hashable, ...] = (
         run.rounds,
@@ -95,7 +101,9 @@ def _size_of(config: Config) -> tuple[Hashable, ...]:
 
 
 class Pack:
-    """Runs that share passes. A pass starts when every run in the pack has requested sums.
+    """Runs that are trained together: one pass (forward and backward) computes the sums of all.
+
+    A pass starts when every run in the pack has requested its clipped sums.
 
     runs    number of runs
     shared  cache of records, models and features for all runs; None for a new cache
@@ -126,20 +134,20 @@ class Pack:
             self._left.add(number)
             sums = self._sum
         if sums is not None:
-            # Call this without the lock, because it may compute a pass for the other runs.
-            # They would have to wait for the lock during this pass.
+            # Release the lock first: `sums.leave` may compute a whole pass, and other runs need the
+            # lock meanwhile.
             sums.leave(number)
 
     def end(self) -> None:
-        """Free the memory of the shared model, records and passes, which later runs may need."""
+        """Free the memory of the shared model and records, which runs that train later may need."""
         self._first = None
         self._sum = None
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """Return the object that computes the clipped sums of `runs` runs in fixed-size passes.
+        """Return the object that computes the clipped sums of `runs` runs together.
 
-        If the GPU has no memory for all runs, each pass has room for as many runs as fit.
+        If the GPU has no memory for all runs, each pass computes as many runs as fit.
         """
         job = self._first
         assert job is not None
@@ -158,7 +166,10 @@ class Pack:
 
 
 class BatchedRun:
-    """One run of a pack: `number` is its position. All calls go to the pack."""
+    """One run of a pack, which is a set of runs that are trained together.
+
+    It forwards all calls to the pack, with `number` as the position of the run.
+    """
 
     def __init__(self, pack: Pack, number: int) -> None:
         self._pack, self._number = pack, number
@@ -175,9 +186,10 @@ class BatchedRun:
 
 
 def can_share_pass(one: Job, other: Job) -> bool:
-    """Return True if one pass can compute the clipped sums of both jobs.
+    """Return True if two jobs can be computed together in one forward and backward pass.
 
-    Both must use the same model and record objects, and have equal keys and clipping rules.
+    Both must use the same model object and the same record object. Their clipping rules and the
+    results of `pack_key` must be equal.
     """
     if one.model is not other.model or one.private.records is not other.private.records:
         return False
@@ -191,10 +203,11 @@ def _pass_of(job: Job) -> tuple[int, str, float, bool]:
 
 
 def union_slots(job: Job, runs: int) -> int:
-    """Return the number of record slots in a pass of `runs` runs.
+    """Return the number of record slots in one joint pass of `runs` runs.
 
-    With `run.slots = "auto"`, one shared pass needs fewer slots than separate passes. Batch sizes
-    are random, and the sum of many batch sizes has a smaller relative deviation than each size.
+    A slot is a fixed place for one record. With `run.slots = "auto"`, one joint pass needs fewer
+    slots than separate passes. Batch sizes are random, and the sum of many batch sizes has a
+    smaller relative deviation than each size.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -210,11 +223,14 @@ def run_batched(
     shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
-    """Run the tasks as one pack, each in its own thread, and return their answers in order.
+    """Train runs together in one pack, each in its own thread, and return their answers in order.
 
-    A task gets its BatchedRun and calls `training.run.run`. A task that raises UnbatchableError is
-    called again after the other tasks, with None instead of a BatchedRun, and trains alone. When a
-    task ends, `ended` is called with the task's number and answer, by one thread at a time.
+    tasks   functions that train one run each by `training.run.run`, with the BatchedRun they get
+    shared  cache of records, models and features; None for a new cache
+    ended   called with a task's number and answer when it ends, by one thread at a time
+
+    If a task raises UnbatchableError, it is called again after the other tasks, with None instead
+    of a BatchedRun. Its run then trains alone.
     """
     pack = Pack(len(tasks), shared)
     reporting = threading.Lock()
@@ -229,10 +245,12 @@ def run_batched(
                 answers[number] = answer
                 ended(number, answer)
         except UnbatchableError as error:
-            # Drop the traceback, because it would keep the run's model in memory.
+            # Remove the traceback, because it holds references that would keep the run's model in
+            # memory.
             errors[number] = error.with_traceback(None)
         except BaseException as error:
-            # Store the error, so that the calling thread raises it below.
+            # An error in a thread does not reach its caller. Store the error, and raise it after
+            # all threads have ended.
             errors[number] = error
         finally:
             member.leave()
@@ -250,8 +268,9 @@ def run_batched(
 
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
-    """Call `work` with each number in a thread of its own, and wait for all of them."""
-    # Run each thread in a copy of the context variables, because some hold a user's model or data.
+    """Call `work` with each number below `count` in its own thread, and wait for all threads."""
+    # Run each thread in a copy of the context variables, because some of them hold a model or data
+    # that the user has given.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,
@@ -268,7 +287,10 @@ def _in_threads(work: Callable[[int], None], count: int) -> None:
 
 
 def pack_size(asked: str, gpus: int) -> int:
-    """Return the number of runs in a pack; `auto` means 16 on a GPU and 1 on a CPU."""
+    """Return the number of runs to train together; "auto" means 16 with a GPU and 1 without.
+
+    asked  the value of `--pack`
+    """
     if asked == "auto":
         return MAX_RUNS if gpus else 1
     if not (asked.isascii() and asked.isdigit() and int(asked) > 0):

@@ -1,8 +1,8 @@
-"""Store the client memory of simulations, such as SCAFFOLD's control variates, between rounds.
+"""Store the vectors that simulated clients keep between rounds, such as control variates.
 
 Only clients that took part have an entry. If the entries in RAM exceed a limit, the oldest ones
 move to files, which are memory-mapped when needed. A file is never overwritten, because a
-checkpoint may refer to it: its name contains the round that wrote it.
+checkpoint may refer to it. Its name contains the round that wrote it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dpfed.training.run_folder.atomic_file import write_file
 
 @dataclass(frozen=True)
 class Entry:
-    """The name of the file with one client's vectors, and the SHA-256 of this file."""
+    """One client's file of stored vectors: its name, and the SHA-256 of its content."""
 
     file: str
     sha256: str
 
 
 class ClientStates:
-    """The stored vectors of all clients that took part.
+    """The vectors that clients have stored for their next round, in RAM and in files.
 
     names   names of the vectors that each client stores
-    size    length P of each vector
+    size    length P of each vector, the number of trainable parameters
     folder  folder for the files
-    limit   largest number of bytes to keep in memory
+    limit   largest number of bytes to keep in RAM
     """
 
     def __init__(self, names: Sequence[str], size: int, folder: Path, limit: int) -> None:
@@ -44,15 +44,17 @@ class ClientStates:
         self._size = size
         self._folder = folder
         self._limit = limit
-        # Vectors of each client, `[names, P]`, ordered by the time when they were stored.
+        # Stored vectors of each client, `[names, P]`, ordered by the time of storing. If RAM is
+        # full, the first entries move to files.
         self._in_memory: OrderedDict[int, np.ndarray] = OrderedDict()
         self._files: dict[int, Entry] = {}
-        # The round in which each client's vectors were stored last.
+        # Number of the round in which each client's vectors were stored last.
         self._written_in: dict[int, int] = {}
         self._changed: set[int] = set()
-        # Names of the files that must be kept, because a checkpoint may refer to them.
+        # Names of files that must not be deleted, because a checkpoint may refer to them.
         self._referenced: set[str] = set()
-        # A lock is needed, because another thread writes a checkpoint while the next round runs.
+        # The lock protects the entries, because another thread writes a checkpoint while the next
+        # round stores new vectors.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -63,10 +65,10 @@ class ClientStates:
         return len(self._in_memory) * len(self._names) * self._size * 4
 
     def gather(self, clients: Sequence[int], device: torch.device) -> ClientState:
-        """Return a dict of these clients' vectors, `[S, P]` per name, and the mask `seen`, `[S]`.
+        """Return the stored vectors of S clients by name, `[S, P]` each, and a mask `seen`, `[S]`.
 
         `seen` is False for clients without stored vectors, whose rows are zero. The dict is empty
-        if the algorithm keeps no client memory.
+        if the clients of this algorithm store no vectors.
         """
         if not self._names:
             return {}
@@ -79,7 +81,10 @@ class ClientStates:
         }
 
     def put(self, t: int, clients: Sequence[int], memory: ClientState) -> None:
-        """Store the vectors `[S, P]` that the algorithm's `finish` returned in round t."""
+        """Store the vectors, `[S, P]` per name, that S clients keep after round t.
+
+        memory  the vectors by name, as the algorithm's `finish` returned them
+        """
         if set(memory) != set(self._names):
             raise ValueError(f"the algorithm remembers {self._names} and gave back {tuple(memory)}")
         if not self._names:
@@ -93,7 +98,8 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                # Store a new array, because a checkpoint thread may still read the old array.
+                # Store a copy and leave the old array unchanged, because a checkpoint thread may
+                # still read the old array.
                 self._in_memory[client] = row.copy()
                 self._in_memory.move_to_end(client)
                 self._written_in[client] = t
@@ -102,13 +108,13 @@ class ClientStates:
                 self._spill()
 
     def save(self) -> dict[int, Entry]:
-        """Write the vectors that changed since the last call; return the entry of each client."""
+        """Write the vectors that changed since the last call; return each client's file entry."""
         return self.begin_save()()
 
     def begin_save(self) -> Callable[[], dict[int, Entry]]:
-        """Return a function that writes the present vectors and returns the entry of each client.
+        """Return a function that writes the present vectors and returns each client's file entry.
 
-        The function may run on another thread. It does not write vectors stored after this call.
+        The function may run on another thread. It ignores vectors that are stored after this call.
         """
         with self._lock:
             changed = {
@@ -134,14 +140,15 @@ class ClientStates:
             if spilled is not None and spilled.file == _file(client, t):
                 return spilled
             entry = self._write(client, t, row)
-            # Register the file only if no later round has stored newer vectors of this client.
+            # While this thread wrote, a later round may have stored newer vectors. In that case do
+            # not register the older file.
             if self._written_in[client] == t:
                 self._files[client] = entry
                 self._changed.discard(client)
             return entry
 
     def prune(self, wanted: set[str]) -> None:
-        """Delete all files except those in `wanted` and the newest file of each client."""
+        """Delete all files except those named in `wanted` and the newest file of each client."""
         with self._lock:
             wanted = wanted | {entry.file for entry in self._files.values()}
             self._referenced &= wanted
@@ -151,9 +158,11 @@ class ClientStates:
                         path.unlink(missing_ok=True)
 
     def restore(self, entries: Mapping[int, Entry]) -> None:
-        """Replace all stored vectors by those in the files that `save` returned.
+        """Replace all stored vectors by those in the given files, when a run is resumed.
 
-        Raise DpfedError if a file is missing or has another hash.
+        Raise DpfedError if a file is missing or its content has another hash.
+
+        entries  file entry of each client, as `save` returned it
         """
         for client, entry in entries.items():
             path = self._folder / Path(entry.file).name
@@ -180,7 +189,7 @@ class ClientStates:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
                 raise ValueError
-        # Catch every error, because NumPy raises many types for a damaged file, even TokenError.
+        # NumPy raises many types of errors for a damaged file, even TokenError. Catch all of them.
         except Exception:
             raise DpfedError(
                 f"{path} is missing or damaged: the memory of client {client} is lost"
@@ -196,7 +205,7 @@ class ClientStates:
             )
             self._changed.discard(client)
             if old is not None and old.file not in self._referenced | {self._files[client].file}:
-                # Delete the old file, because no checkpoint refers to it.
+                # No checkpoint refers to the client's older file, so delete it.
                 (self._folder / old.file).unlink(missing_ok=True)
         del self._in_memory[client]
 

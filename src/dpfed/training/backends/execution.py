@@ -1,7 +1,8 @@
 """Executions, which decide where the clients of a run compute.
 
-Clients compute in this process, in a pack of runs, by torchrun, or on a network. An execution
-builds the job and the backend of a run. All other code is the same for every execution.
+Clients compute in this process, together with the clients of other runs, by torchrun, or on a
+network. An execution builds the job (the prepared objects of a run) and the backend, which computes
+the rounds. All other code is equal for every execution.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Stop = Callable[[], None]
 
 
 def never_stop() -> None:
-    """Do nothing, so that the run continues."""
+    """Do nothing, so that the run continues: the `stop` of a run that no signal can stop."""
 
 
 class Execution(ABC):
-    """Base class: builds the job and the backend of a run.
+    """Base class of the ways to execute a run: in this process, by torchrun, or on a network.
 
     served    True if the clients and their records are on other machines
     overlaps  True if a round may begin before the previous round is checked (`RoundLoop.overlap`)
@@ -51,34 +52,40 @@ class Execution(ABC):
 
     @abstractmethod
     def prepare(self, config: Config, source: Source | None, on_activity: OnActivity) -> Job:
-        """Return the job of a configuration; `source` replaces the configured data source."""
+        """Return the job of a configuration: all objects that the run needs.
+
+        source  replaces the configured data source; None to read the configured one
+        """
 
     def confirm(self, job: Job) -> None:  # noqa: B027
-        """Compare the job with the jobs of other processes, before anything is written."""
+        """Raise DpfedError if other processes of the run have prepared a different job.
+
+        This is called before anything is written. A run in one process has nothing to compare.
+        """
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
-        """Return the job with values from its run folder, such as a secret key."""
+        """Return the job, completed with values from its run folder, such as a secret key."""
         return job
 
     @abstractmethod
     def backend(
         self, job: Job, run: str, states: ClientStates, watch: LocalWatch | None, overlap: bool
     ) -> Backend:
-        """Return the backend that computes the cohorts of the job.
+        """Return the backend, which computes the clients of each round.
 
         run      name of the run
-        states   store of client memory
-        watch    called with the results of each fleet; None for no watcher
-        overlap  True if rounds may overlap
+        states   store of the vectors that clients keep between rounds
+        watch    called with the results of clients that compute side by side; None for no watcher
+        overlap  True if a round may begin before the previous round is checked
         """
 
 
 @dataclass(frozen=True)
 class InProcess(Execution):
-    """Compute the clients in this process.
+    """Compute all clients of a run in this process.
 
     cache  records, frozen models and features of earlier runs, for runs with equal settings
-    batch  membership in a pack of runs that share passes; None for a run that trains alone
+    batch  this run as a member of runs that are trained together; None for a run that trains alone
     """
 
     overlaps: ClassVar[bool] = True
@@ -104,7 +111,10 @@ class InProcess(Execution):
 
 @dataclass(frozen=True)
 class Torchrun(Execution):
-    """Compute on all processes of torchrun: rank 0 uses this class, other ranks call `assist`."""
+    """Compute the clients on all processes that torchrun started.
+
+    Rank 0 uses this class, and the other ranks call `training.run.assist`.
+    """
 
     group: Group
     stop: Stop = never_stop
@@ -123,7 +133,7 @@ class Torchrun(Execution):
 
 @dataclass(frozen=True)
 class Served(Execution):
-    """Compute at clients on a network. Each client has its own records and its own ledger.
+    """Compute the clients on a network. Each client has its own records and its own ledger.
 
     make_backend  returns the backend for a job and the name of the run
     """
@@ -141,7 +151,7 @@ class Served(Execution):
     def bind(self, job: Job, folder: RunFolder) -> Job:
         """Return the job with random streams that draw cohorts from a secret key of the run.
 
-        The key is stored in the run folder, so that a resumed run draws the same cohorts.
+        The key is stored in the run folder, so that a resumed run draws equal cohorts.
         """
         streams = Streams(job.config.run.seed, job.streams.secret, folder.cohort_key())
         return replace(job, streams=streams)

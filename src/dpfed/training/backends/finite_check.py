@@ -12,7 +12,7 @@ from dpfed.training.server_state import State
 
 
 def begin_finite_check(state: State, t: int) -> Callable[[], None]:
-    """Start a check of the server's state after round t, and return a function that ends the check.
+    """Start a check that the state after round t is finite; return a function to finish the check.
 
     The device runs the check while the host continues. The returned function waits for the result
     and raises DivergedError if the state contains NaN or infinity.
@@ -42,9 +42,9 @@ def begin_finite_check(state: State, t: int) -> Callable[[], None]:
 
 
 def require_finite_messages(t: int, clients: Sequence[int], values: Message) -> None:
-    """Raise DivergedError if a tensor of a client contains NaN or infinity.
+    """Raise DivergedError if a message or a stored vector of a client contains NaN or infinity.
 
-    values  messages and client memory: tensors `[S, ...]` by name, one row per client
+    values  messages and stored vectors: tensors `[S, ...]` by name, one row for each of S clients
 
     The error names the client. The values are noised, so the error reveals nothing about a record.
     """

@@ -1,7 +1,8 @@
 """Find how many clients fit into GPU memory side by side (`run.fleet_size = "auto"`).
 
-A trial pass before round 1 uses records of zeros, so no private record is read. While the trial
-does not fit into memory, the number of clients is halved. On a CPU the whole cohort is one fleet.
+Before round 1, a trial pass (one forward and backward computation) uses records of zeros, so no
+private record is read. While the trial does not fit into memory, the number of clients is halved.
+On a CPU all clients of a round are computed at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.messages.message_size import local_bytes
 
-# Number of copies of the clients' states in memory: before a step, after it, and one temporary.
+# Number of copies of each client's state in memory: the state before a step, the state after it,
+# and a temporary one.
 COPIES = 3
 
 
@@ -25,7 +27,7 @@ def fleet_size(job: Job) -> int:
     configured = job.config.run.fleet_size
     cohort = job.schedule.cohort
     if job.batched_sum is not None:
-        # In a pack, `Pack._union` of batched_runs.py tests how many runs fit together.
+        # For runs that are trained together, `Pack._union` of batched_runs.py tests how many fit.
         return cohort
     if configured != "auto":
         return configured
@@ -39,7 +41,7 @@ def fleet_size(job: Job) -> int:
 def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
     """Return the first of cohort, cohort/2, cohort/4, ... for which `fit` returns True.
 
-    Return 1 without calling `fit` if no larger number fits.
+    Return 1 if none of the numbers above 1 fits; `fit(1)` is not called.
     """
     size = cohort
     while size > 1 and not fit(size):
@@ -48,10 +50,10 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 
 
 def slots_of(job: Job, clients: int) -> int:
-    """Return the number of record slots in a pass of `clients` clients.
+    """Return the number of record slots for `clients` clients that are computed at once.
 
-    With `run.slots = "auto"`, the number is computed from the sum of the `clients` largest expected
-    batch sizes.
+    A slot is a fixed place for one record. With `run.slots = "auto"`, the number is computed from
+    the sum of the `clients` largest expected batch sizes.
     """
     slots = job.config.run.slots
     if slots != "auto":
@@ -60,9 +62,9 @@ def slots_of(job: Job, clients: int) -> int:
 
 
 def fits(job: Job, clients: int, slots: int | None = None) -> bool:
-    """Return True if the GPU has room for a pass of `clients` clients and for their states.
+    """Return True if the GPU has memory to compute `clients` clients at once, with their states.
 
-    slots  record slots of the pass; None for the number that `slots_of` returns
+    slots  number of records that are computed at once; None for the number from `slots_of`
     """
     device = job.device
     torch.cuda.empty_cache()
@@ -74,13 +76,17 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
     except torch.OutOfMemoryError:
         return False
     peak = torch.cuda.max_memory_allocated(device) - before
-    # Capturing a pass as a CUDA graph takes the memory of a second pass.
+    # The capture of a pass as a CUDA graph needs as much memory as a second pass.
     passes = 1 if job.config.run.graphs is False else 2
     return passes * peak + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
 
 
 def blank_pass(job: Job, clients: int, slots: int) -> None:
-    """Compute the clipped sums of one pass over records of zeros, to test if the pass fits."""
+    """Compute forward and backward over records of zeros, to test if this fits into memory.
+
+    clients  number of clients that are computed at once
+    slots    number of records that are computed at once
+    """
     device = job.device
     records = job.private.records
     blank = Records(

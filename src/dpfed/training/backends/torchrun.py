@@ -4,16 +4,17 @@ Every process builds the same job. Rank 0 runs the round loop; it alone has the 
 metrics and evaluation. A round on W processes has these steps:
 
     rank 0 -> all      header (integers: command, round, cohort size, clip norm); cohort; state
-    rank 0 -> rank r   the stored vectors of rank r's clients, for algorithms with client memory
-    every rank         compute its share of the cohort, clients[r::W], as a fleet
+    rank 0 -> rank r   the stored vectors of rank r's clients, if the algorithm stores vectors
+    every rank         compute every W-th client of the cohort: clients[r::W]
     all -> all         the sum of the weighted messages (all-reduce), in float32
     rank r -> rank 0   the new stored vectors of rank r's clients
 
-Rank 0 stores all client memory, so a resumed run may have another number of processes. Each round
-and client has its own random stream. With seeded noise, several processes therefore compute the
-result of a single process, up to the order of additions. With `noise = "os"` each process draws
-batches and noise from the operating system. Processes exchange only integers and flat tensors, so
-nothing is pickled.
+Stored vectors are those that clients keep between rounds, such as SCAFFOLD's control variates. Rank
+0 stores all of them, so a resumed run may have another number of processes. Each round and client
+has its own random stream. With seeded noise, several processes therefore compute the result of a
+single process, up to the order of additions. With `noise = "os"` each process draws batches and
+noise from the operating system. Processes exchange only integers and flat tensors, so nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -46,19 +47,21 @@ from dpfed.training.round_context import first_state
 from dpfed.training.run_folder.run_identity import run_identity
 from dpfed.training.server_state import State
 
-# Commands of rank 0 to the other processes: the first of the integers that `Group.header` sends.
+# Commands that rank 0 sends to the other processes, as the first integer of `Group.header`.
 STOP = 0
 AGREE = 1
 ROUND = 2
 HEADER_SIZE = 5
-# Longest wait for rank 0's next command; an evaluation on rank 0 may be slow. If rank 0 dies, its
-# connections close, and the other processes stop at once.
+# Longest time that other ranks wait for rank 0's next command, because an evaluation may be slow.
+# They do not wait if rank 0 dies, because its connections then close.
 FOLLOWER_TIMEOUT = timedelta(days=7)
 HOW_TO_RESUME = "start it again with --resume and it goes on from its last checkpoint"
 
 
 class Group:
-    """The processes of a run. Every process must make the same calls in the same order.
+    """The processes of a torchrun run, and the operations by which they communicate.
+
+    Every process must call the same operations in the same order, to avoid a deadlock.
 
     rank     number of this process; rank 0 leads the run
     world    number of processes
@@ -71,7 +74,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True after a process was lost or did not finish a round. Every later call would fail.
+        # True after a process was lost or did not finish a round: every later operation would fail.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -89,9 +92,9 @@ class Group:
 
     @contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Raise StoppedError with one sentence for the user if a process is lost or times out.
+        """Within this context, turn the loss or timeout of another process into StoppedError.
 
-        what  the activity that the sentence names, such as "summing messages"
+        what  the activity for the error message, such as "summing messages"
         """
         try:
             yield
@@ -114,7 +117,7 @@ class Group:
         return [int(x) for x in numbers]
 
     def agree(self, mine: str, theirs: Sequence[int]) -> None:
-        """Raise DpfedError on all processes unless all have built the same job.
+        """Raise DpfedError on all processes unless all of them have built the same job.
 
         mine    hash of this process's job, in hexadecimal
         theirs  hash of rank 0's job, as `words_of` returns it
@@ -146,13 +149,12 @@ class Group:
             dist.recv(rows, source)
 
     def close(self) -> None:
-        """Leave the group; on rank 0, first send STOP so that the other processes end.
+        """Leave the group of processes. Rank 0 first sends STOP, so that the other processes end.
 
         Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
-            # A shutdown would fail, because a process is lost. The end of this process frees the
-            # group.
+            # A process is lost, so a shutdown would fail. The end of this process frees the group.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -160,7 +162,7 @@ class Group:
         dist.destroy_process_group()
 
     def stop_on_sigterm(self) -> None:
-        """Install a handler that raises StoppedError on SIGTERM.
+        """Install a handler that raises StoppedError on SIGTERM, for an orderly end of the run.
 
         If one process dies, torchrun sends SIGTERM to all others.
         """
@@ -206,8 +208,7 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # With this variable, NCCL raises an error for a lost process. By default it would end this
-        # process.
+        # NCCL then raises an error if another process is lost, instead of killing this process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -217,9 +218,9 @@ def join(config: Config) -> Group | None:
 
 
 def agree(job: Job, group: Group) -> None:
-    """On rank 0, check that all processes have the same job, and send them the noise multipliers.
+    """On rank 0, check that all processes have built the same job, before anything is released.
 
-    Raise DpfedError if a job differs. This happens before anything is released.
+    Raise DpfedError if a job differs. Then send the noise multipliers of the plan to all processes.
     """
     digest = fingerprint(job)
     group.agree(digest, group.header(AGREE, *words_of(digest))[1:])
@@ -227,9 +228,9 @@ def agree(job: Job, group: Group) -> None:
 
 
 def with_received_noise(job: Job, group: Group) -> Job:
-    """Return the job with the noise multipliers that rank 0 sends.
+    """Return the job with the noise multipliers that rank 0 sends to all other ranks.
 
-    In a resumed run rank 0 reads them from its ledger, which the other ranks cannot read.
+    In a resumed run rank 0 reads the multipliers from its ledger, which other ranks cannot read.
     """
     multipliers = torch.empty(job.plan.clients, dtype=torch.float64)
     group.broadcast(multipliers)
@@ -237,7 +238,7 @@ def with_received_noise(job: Job, group: Group) -> Job:
 
 
 class Distributed:
-    """The backend of rank 0, which computes each cohort on all processes."""
+    """The backend on rank 0 of torchrun, which computes each cohort on all processes."""
 
     def __init__(self, job: Job, group: Group, memory: ClientStates) -> None:
         self._job = job
@@ -251,14 +252,14 @@ class Distributed:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        # Wait before starting the others, because they cannot see if the ledger is charged.
+        # The other processes cannot see the ledger, so rank 0 waits for it before they start.
         wait_for_charge()
         clip_bits = struct.unpack("<q", struct.pack("<d", state.clip))[0]
         self._group.header(ROUND, t, len(clients), clip_bits)
         try:
             return self._together(t, state, clients), len(clients)
         except BaseException:
-            # The other processes are still inside this round and cannot accept a command. Mark
+            # The other processes still compute this round and would not understand a command. Mark
             # the group as broken, so that `close` does not send STOP.
             self._group.broken = True
             raise
@@ -291,7 +292,7 @@ class Distributed:
 
 
 def follow(job: Job, group: Group) -> None:
-    """Compute this process's share of every round until rank 0 sends STOP."""
+    """On ranks except 0, compute this process's clients in every round until rank 0 stops."""
     fleet = Fleet(job)
     first = first_state(job)
     while True:
@@ -309,7 +310,7 @@ def follow(job: Job, group: Group) -> None:
 def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence[int]) -> Message:
     """Return the weighted sum of the messages of this rank's clients; `{}` if it has no clients.
 
-    clients  the whole cohort
+    clients  the whole cohort, of which this rank computes every `world`-th client
     """
     mine = slice(group.rank, None, group.world)
     weights = fleet.weights(clients)[mine]
@@ -319,7 +320,10 @@ def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence
 def _follow_round(
     job: Job, group: Group, fleet: Fleet, first: State, header: Sequence[int]
 ) -> None:
-    """Compute this process's share of the round that rank 0 announces in `header`."""
+    """On ranks other than 0, compute this process's clients in one round.
+
+    header  the integers that rank 0 has sent: round, cohort size and clip norm
+    """
     t, count, clip_bits = header[:3]
     clip = struct.unpack("<d", struct.pack("<q", clip_bits))[0]
     names = job.algorithm.remembers
@@ -332,7 +336,7 @@ def _follow_round(
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    # Rank 0 stores all client memory; this rank receives its share for one round.
+    # Rank 0 keeps all stored vectors. This rank receives those of its clients for one round.
     fleet.memory = ClientStates(names, size, Path(), int(1e18))
     if names and part:
         seen = torch.empty(len(part), dtype=torch.int64)
@@ -355,20 +359,20 @@ def _follow_round(
 
 
 def sent(job: Job, state: State) -> dict[str, Tensor]:
-    """Return the tensors of the server's state that clients read, by name."""
+    """Return the tensors of the server's state that are sent to clients, by name."""
     tensors = state.tensors()
     return {name: tensors[name] for name in job.algorithm.broadcast}
 
 
 def packed(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Join the bytes of all tensors into one flat uint8 tensor."""
+    """Return the bytes of all tensors, joined into one flat uint8 tensor."""
     return torch.cat(
         [x.detach().reshape(-1).contiguous().view(torch.uint8) for x in tensors.values()]
     )
 
 
 def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that `packed` joined, with the names, shapes and dtypes of `like`."""
+    """Return the tensors that `packed` joined into `flat`, named and shaped as those in `like`."""
     pieces = torch.split(flat, [x.numel() * x.element_size() for x in like.values()])
     return {
         name: piece.clone().view(x.dtype).reshape(x.shape)
@@ -377,11 +381,11 @@ def unpacked(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(job: Job) -> str:
-    """Return the SHA-256 of settings, records and weights, which must be equal on all processes."""
+    """Return a SHA-256 of a job's settings, records and weights, to compare processes."""
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     private = job.private
-    # Hash inputs, not features: two machines may round the same features differently.
+    # Hash inputs, not features: two machines may round the features of one input differently.
     inputs = private.records.inputs if private.raw_inputs is None else private.raw_inputs
     for x in [private.shards.records, job.theta, private.records.labels, *inputs.values()]:
         flat = torch.as_tensor(x).detach().reshape(-1).contiguous().view(torch.uint8)
@@ -390,5 +394,5 @@ def fingerprint(job: Job) -> str:
 
 
 def words_of(digest: str) -> list[int]:
-    """Return a SHA-256 in hexadecimal as four signed 64-bit integers."""
+    """Return a SHA-256 in hexadecimal as four signed 64-bit integers, which fit into a header."""
     return list(struct.unpack("<4q", bytes.fromhex(digest)))

@@ -32,7 +32,7 @@ NO_RECORDS = Records({}, torch.zeros(0, dtype=torch.int64))
 
 @dataclass(frozen=True)
 class JobTables:
-    """Training and test records of a job in CPU memory.
+    """Training and test records of a job (a prepared run) in CPU memory.
 
     train_key, test_key  keys under which `JobCache` stores the copies on the device
     """
@@ -51,9 +51,10 @@ def tables_of(config: Config, source: Source, device: torch.device) -> JobTables
 
 
 def load_source(config: Config, source: Source | None, cache: JobCache) -> Source:
-    """Return the checked data source of a job, with its texts replaced by tokens.
+    """Load the data source of a job, check it, and replace its texts by tokens.
 
-    The source is `source` if given, else the source that `config.data` names.
+    source  used instead of the source that `config.data` names; None for the configured source
+    cache   has the sources of earlier jobs, which are not loaded again
     """
     task = label_task(config.model)
     if source is not None and source.task != task:
@@ -77,7 +78,7 @@ def label_task(model: ModelSection) -> LabelTask:
 def configured_source(
     data: DataSection, model: ModelSection, part: Literal["both", "train", "test"] = "both"
 ) -> Source:
-    """Load the data source of a section, with the labels that the model learns.
+    """Load the data source that `data` configures, with the labels that the model learns.
 
     part  the tables that are used; some sources then need no file for the other table
     """
@@ -89,7 +90,7 @@ def configured_source(
             f'data.name = "{data.name}" has classes: leave out model.task = "{task}", which needs '
             "other labels"
         )
-    # Most sources know classes only, so their `load` has no argument.
+    # The `load` of most sources has no argument, because these sources only have classes as labels.
     source: Source = load() if task == "classify" else load(task)
     return source
 
@@ -149,7 +150,8 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
     test = encoded("test", source.test)
     targets = test.inputs.get("target_mask")
-    # The first token of a record follows no other token, so it is never predicted.
+    # The first token of a record is never predicted, because no token precedes it. Therefore a
+    # target there does not count.
     if targets is not None and not targets[:, 1:].any():
         raise DpfedError(
             f"no test record has a target within model.max_length = {coder.max_length}: raise it, "
@@ -159,7 +161,7 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def refuse_unclear_task(section: ModelSection, source: Source) -> None:
-    """Raise DpfedError unless model and data determine if the model learns labels or texts.
+    """Raise DpfedError if it is unclear or impossible that the model learns labels or texts.
 
     A language model with labelled data needs `model.task`. A classifier needs labels and texts.
     """
@@ -185,7 +187,7 @@ def refuse_unclear_task(section: ModelSection, source: Source) -> None:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Divide the training records among the clients, and return each client's record numbers.
+    """Divide the training records among the clients; return the record numbers of each client.
 
     `data.partition` names the rule of the division. Its random numbers come from the run's seed.
     """
@@ -193,9 +195,9 @@ def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
 
 
 def scored_half(table: Table, which: str) -> Table:
-    """Return the test records that `which` selects: "all", or the half "validation" or "test".
+    """Return the test records to score: all, or one half of the test set.
 
-    "validation" has every second record of each class, and "test" has the others.
+    which  "all"; "validation" for every second record of each class; "test" for the other half
     """
     if which == "all":
         return table
@@ -221,7 +223,7 @@ def records_of(table: Table, device: torch.device) -> Records:
 
 
 def augmentations_for(config: Config, source: Source) -> Augmentations | None:
-    """Return the configured augmentation of training records; None if none is configured."""
+    """Return the configured augmentation of training images; None if none is configured."""
     refuse_idle_augmentations(config.data)
     augment = augmentation_of(config.data.augment)
     if augment is None:
@@ -237,10 +239,10 @@ def augmentations_for(config: Config, source: Source) -> Augmentations | None:
 
 
 def spec_of(source: Source, section: ModelSection) -> InputSpec:
-    """Return the public facts about a source's inputs, such as their kind and shape.
+    """Return a description of a source's inputs: kind, shape, number of classes.
 
-    section  the model's section: it has the length of texts in tokens, and the constants with which
-             the labels of regression are standardised
+    section  the [model] section, which has the length of texts in tokens, and the constants with
+             which the labels of regression are standardised
     """
     name, x = next(iter(source.train.inputs.items()))
     if name in LANGUAGE_INPUTS:
@@ -257,7 +259,9 @@ def spec_of(source: Source, section: ModelSection) -> InputSpec:
 def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) -> InputSpec:
     """Return `spec` with the mean and the scale that standardise the labels of regression.
 
-    The section gives them, else they are computed from `numbers`, the public test set's labels.
+    They are configured in `section`, or else computed from public labels.
+
+    numbers  labels of the public test set
     """
     center = section.target_mean
     scale = section.target_scale
@@ -276,7 +280,7 @@ def standardised(spec: InputSpec, section: ModelSection, numbers: np.ndarray) ->
 def refuse_unstated(model: ModelSection) -> None:
     """Raise DpfedError if a regression on a network does not state how to standardise labels.
 
-    Server and clients would otherwise standardise them with different constants.
+    Without stated constants, server and clients would standardise labels differently.
     """
     if model.task == "regress" and (model.target_mean is None or model.target_scale is None):
         raise DpfedError(
@@ -286,7 +290,10 @@ def refuse_unstated(model: ModelSection) -> None:
 
 
 def refuse_scoring(model: ModelSection, scored: bool) -> None:
-    """Raise DpfedError if clients shall count right answers in a regression, which has none."""
+    """Raise DpfedError if clients are asked to count right answers of a regression, which has none.
+
+    scored  True if clients count right answers on held-out records
+    """
     if scored and model.task == "regress":
         raise DpfedError(
             "noised counts on held-out records are of right answers, and numbers have none: "
@@ -295,7 +302,7 @@ def refuse_scoring(model: ModelSection, scored: bool) -> None:
 
 
 def published_spec(published: Published, section: ModelSection) -> InputSpec:
-    """Return the public facts about a published data set's inputs, without reading its files."""
+    """Return the input description of a published data set, without reading its files."""
     if published.kind == "text":
         return _text_spec(section, published.classes)
     return InputSpec(published.kind, "pixel_values", published.shape, published.classes)
@@ -306,7 +313,7 @@ def _text_spec(section: ModelSection | None, classes: int) -> InputSpec:
 
 
 def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[str, ...], Records]:
-    """Return the input facts, the class names and the public test records of a server.
+    """Return the input description, the class names and the public test records of a server.
 
     The server has no private data. Without a test set, the test records are empty.
     """
@@ -316,8 +323,8 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     refuse_scoring(config.model, section is not None and section.evaluate_every > 0)
     if section is None or section.test_set:
         source = configured_source(config.data, config.model, "test")
-        # The server uses no training records, so test records replace them. The empty fingerprint
-        # turns off the token cache, whose entries belong to the original tables.
+        # The server has no training records, so the test records take their place. An empty
+        # fingerprint turns off the token cache, whose training entry belongs to other records.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
         test = records_of(scored_half(source.test, config.run.eval_on), device)
         return spec_of(source, config.model), source.classes, test

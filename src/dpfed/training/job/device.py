@@ -6,14 +6,15 @@ import torch
 
 from dpfed.errors import DpfedError
 
-# Models with fewer parameters use one CPU thread, because more threads cost more than they save.
+# Models with fewer parameters use one CPU thread, because more threads would cost more time than
+# they save.
 SMALL_MODEL = 1_000_000
-# Number of CPU threads before `set_threads` lowered it to one; empty until that happens.
+# The number of CPU threads before `set_threads` lowered it to one; an empty list until then.
 _threads_before: list[int] = []
 
 
 def device_of(name: str) -> torch.device:
-    """Return the torch device that `run.device` names, after turning TF32 products off."""
+    """Return the torch device for a value of `run.device`, such as "auto", with TF32 turned off."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -28,9 +29,9 @@ def device_of(name: str) -> torch.device:
 
 
 def disable_tf32(device: torch.device) -> None:
-    """Make GPUs compute products in full float32.
+    """Make GPUs multiply matrices in full float32 instead of the less exact format TF32.
 
-    The format TF32 is less exact: with it, a clipped gradient could exceed the clip norm.
+    With TF32, the norm of a clipped gradient could exceed the clip norm.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""Texts that a language model writes after public test prompts, before and after training."""
+"""Example texts that a language model writes after test prompts, before and after training."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from dpfed.training.job.job import Job
 
 EXAMPLES = 3
 NEW_TOKENS = 32
-# A test record of plain text has no prompt: the model continues its first tokens.
+# Number of first tokens that serve as the prompt of a plain-text record, which has no prompt of its
+# own.
 TOKENS_OF_PROMPT = 8
 
 
 class Prompt(NamedTuple):
-    """The tokens of a test record before its first targets, and these targets."""
+    """A prompt from a test record: its tokens `ids`, and the `expected` tokens that follow them."""
 
     ids: list[int]
     expected: list[int]
 
 
 class Examples(NamedTuple):
-    """Examples, and notes for the user.
+    """Generated example texts, and notes for the user.
 
     texts  for each example a text by the names `prompt`, `expected`, `before` and `after`
     """
@@ -47,12 +48,13 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
     try:
         return Examples([_example(job, prompt, theta) for prompt in prompts_of(job)], [])
     except Exception as error:
-        # Models of the hub can raise errors of any class here, and the run must not be lost.
+        # A model from the hub can raise any error here. An error in an example must not lose the
+        # trained run.
         return Examples([], [f"the model wrote no examples: {reason(error)}"])
 
 
 def prompts_of(job: Job) -> list[Prompt]:
-    """Return up to EXAMPLES prompts of the test set that are short enough to be continued."""
+    """Return up to EXAMPLES prompts from the test set that are short enough to be continued."""
     found: list[Prompt] = []
     for prompt in _prompts(job):
         if len(found) == EXAMPLES:

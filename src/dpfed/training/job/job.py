@@ -44,10 +44,13 @@ from dpfed.training.job.plan import check_algorithm, declared_sizes, plan_for
 
 @dataclass(frozen=True)
 class PrivateRecords:
-    """The clients' training records, which only the oracle may read; empty on a server.
+    """The clients' training records; empty on a server.
 
-    records        records of all clients on the device; their features if `raw_inputs` is set
-    shards         record numbers and protected units of each client
+    Only the oracle, which computes noised gradients, may read them.
+
+    records        records of all clients on the device; if `raw_inputs` is set, their features
+                   (outputs of the frozen layers)
+    shards         record numbers and protected units (records or persons) of each client
     augmentations  random augmentation of each drawn record; None without augmentation
     raw_inputs     training inputs if `records` has their features; None if the whole model trains
     """
@@ -60,10 +63,10 @@ class PrivateRecords:
 
 @dataclass(frozen=True)
 class PublicData:
-    """What the server knows of the data.
+    """The part of the data that the server knows.
 
     test     the server's test records on the device, in the format of the training records
-    spec     facts about the inputs, such as their kind and shape
+    spec     description of the inputs, such as their kind and shape
     classes  class names, in the order of the label numbers
     """
 
@@ -74,21 +77,22 @@ class PublicData:
 
 @dataclass(frozen=True)
 class Job:
-    """One prepared run. Training does not change it.
+    """All prepared objects of one run. Training does not change them.
 
-    model        computes per-record gradients and scores; only the head if features are trained on
+    model        computes per-record gradients and scores; only the head if the run trains on
+                 precomputed features
     adapted      the whole model with its adapter
-    theta        initial trainable vector, `[P]`
-    plan         mechanism of each client
+    theta        initial trainable vector, `[P]`, for P trainable parameters
+    plan         privacy mechanism (sampling, clipping and noise) of each client
     schedule     numbers of clients, rounds and local steps, and the size of a cohort
     private      the clients' training records
-    public       the test records, and public facts about the data
+    public       the test records, and the description of inputs and classes
     streams      the run's random streams
     past         privacy already spent on the weights that the run starts from
     notes        facts for the user to know
     warnings     facts that the user should act on
     served       True on a server, whose clients and records are on other machines
-    batched_sum  computes the clipped sums of a pack of runs; None if this run trains alone
+    batched_sum  computes the clipped sums of runs that are trained together; None for a single run
     on_activity  called with the progress of slow operations
     """
 
@@ -125,7 +129,7 @@ def prepare(
     cache: JobCache | None = None,
     on_activity: OnActivity = ignore,
 ) -> Job:
-    """Return the job of a configuration.
+    """Return the job of a configuration: all objects that a simulated run needs.
 
     source  replaces the configured data source
     cache   has records, models and features of earlier jobs, which this job reuses if they are

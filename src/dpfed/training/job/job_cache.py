@@ -1,4 +1,4 @@
-"""Cache of records, models and features that the jobs of one process share."""
+"""Cache of records, models and features that the jobs (prepared runs) of one process share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Identity:
     """Cache key that contains an object. Two keys are equal only if they contain the same object.
 
-    The key keeps the object alive, because another object could otherwise get the same `id`.
+    The key keeps the object alive, because a new object could otherwise get the same `id`.
     """
 
     value: object
@@ -27,10 +27,12 @@ class Identity:
 
 
 class JobCache:
-    """Cache with one entry for each kind of object, such as "model". A new key replaces the entry.
+    """Cache for jobs, with one entry for each kind of object, such as "model".
 
-    lock  allows one job at a time to be prepared, because initial weights are drawn from torch's
-          global random generator
+    If an object of a kind is stored under a new key, it replaces the old entry of this kind.
+
+    lock  allows only one job at a time to be prepared, because initial weights are drawn from
+          torch's global random generator
     """
 
     def __init__(self) -> None:
@@ -39,14 +41,14 @@ class JobCache:
         self._purpose: Any = None
 
     def only_for(self, purpose: Any) -> None:
-        """Delete all entries that were stored for another purpose, and remember `purpose`."""
+        """Keep the entries only if the last call had an equal `purpose`; otherwise delete all."""
         with self.lock:
             if purpose != self._purpose:
                 self._entries.clear()
                 self._purpose = purpose
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the entry of this kind if its key is `key`.
+        """Return the stored entry of this kind if it was stored under `key`.
 
         Otherwise call `make`, store its result in place of the old entry, and return it.
         """

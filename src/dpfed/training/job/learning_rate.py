@@ -1,4 +1,4 @@
-"""Replace `algorithm.lr = "auto"` by a number, from the plan and the model of a job."""
+"""Choose a learning rate for `algorithm.lr = "auto"`, from the plan and the model of a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from dpfed.privacy.planning.recipe import Part, RecipeFacts, automatic_lr
 
 
 def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) -> Config:
-    """Return the configuration with a number for `algorithm.lr`; no record is read."""
+    """Return the configuration with "auto" in `algorithm.lr` replaced by a number.
+
+    The number depends on no training record. A configured number is returned unchanged.
+    """
     algorithm = config.algorithm
     if algorithm.lr != "auto" or not isinstance(algorithm, DPFedAdamW):
         return config
@@ -22,7 +25,8 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
         cohort=schedule.cohort,
         gamma=algorithm.gamma,
         floor=algorithm.bc_floor if algorithm.bc and algorithm.bc_floor else 1.0,
-        # sqrt(3/8) is the root mean square over the rounds of the cosine factor (1 + cos x)/2.
+        # A cosine decay multiplies the rate by (1 + cos x)/2, with x from 0 to π over the rounds.
+        # The root mean square of this factor is sqrt(3/8).
         schedule=1.0 if config.run.lr_schedule == "constant" else math.sqrt(3 / 8),
         part=part_of(config),
         fan_in=mean_fan_in(space),
@@ -32,7 +36,7 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
 
 
 def part_of(config: Config) -> Part:
-    """Return the part of the model that is trained, as the recipe for learning rates names it."""
+    """Return the trained part of the model: "head", "adapter" or "layers"."""
     if head_alone(config):
         return "head"
     return "adapter" if config.model.train == "lora" else "layers"
@@ -41,7 +45,7 @@ def part_of(config: Config) -> Part:
 def mean_fan_in(space: Space) -> float:
     """Return the mean number of inputs of the trained matrices, weighted by their sizes.
 
-    Without a trained matrix return 1.
+    Return 1 if no matrix is trained.
     """
     matrices = [shape for shape in space.shapes if len(shape) > 1]
     total = sum(shape.numel() for shape in matrices)

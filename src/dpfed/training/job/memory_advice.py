@@ -9,7 +9,7 @@ from dpfed.privacy.oracle import out_of_memory
 
 
 def caused_by_memory(error: BaseException | None) -> bool:
-    """Return True if the error, or an error that led to it, says that no memory is left."""
+    """Return True if the error, or an error that caused it, says that no memory is left."""
     while error is not None:
         if out_of_memory(error):
             return True
@@ -20,7 +20,8 @@ def caused_by_memory(error: BaseException | None) -> bool:
 def less_memory_advice(config: Config) -> str:
     """Return the end of an error message: settings that need less memory than the run's settings.
 
-    Smaller batches are not among them, because they save nothing: a pass may have one record only.
+    A smaller batch is not advised, because it saves no memory: a batch of any size can be computed
+    one record at a time.
     """
     model: Any = config.model
     ways = []

@@ -28,7 +28,8 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.memory_advice import caused_by_memory, less_memory_advice
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
-# Shorter runs are not compiled: compiling takes minutes and makes each step only a third faster.
+# Runs with fewer local steps are not compiled. Compiling takes minutes and makes each step only a
+# third faster.
 MIN_STEPS_TO_COMPILE = 20_000
 
 
@@ -37,7 +38,7 @@ class ReadyModel(NamedTuple):
 
     model    computes per-record gradients and scores
     adapted  the same model as a torch module, with its adapter
-    theta    initial trainable vector, `[P]`
+    theta    initial trainable vector, `[P]`, for P trainable parameters
     notes    facts for the user to know
     """
 
@@ -54,7 +55,7 @@ def build_model(
     device: torch.device,
     cache: JobCache | None = None,
 ) -> ReadyModel:
-    """Return the model of a job after checking it. The run's seed determines the initial `theta`.
+    """Build and check the model of a job. The run's seed determines the initial vector `theta`.
 
     cache  has the model of an earlier job, which is reused if frozen weights and settings are
            equal; None to build the model without a cache
@@ -89,7 +90,10 @@ def build_model(
 
 
 def isolation_notes(model: PerSample) -> tuple[str, ...]:
-    """Return a note if exact isolation has to compute this model one record at a time."""
+    """Return a note if `privacy.isolation = "exact"` must compute this model one record at a time.
+
+    Exact isolation ensures that no record can change the gradient of another record.
+    """
     if model.alone is None:
         return ()
     kind = type(model.model).__name__
@@ -137,16 +141,16 @@ def _checked_model(
 
 
 def worth_compiling(config: Config, device: torch.device) -> bool:
-    """Return True if the model can be compiled and the run is long enough to gain from it."""
+    """Return True if the model can be compiled and the run is long enough to gain time from it."""
     if config.privacy.isolation == "exact" or device.type != "cuda":
         return False
     return config.run.rounds * config.run.local_steps >= MIN_STEPS_TO_COMPILE
 
 
 def block_rules(config: Config) -> dict[str, Any]:
-    """Return the algorithm's option `granularity` as a keyword; {} if it has no such option.
+    """Return the algorithm's option `granularity` as a keyword argument; {} without such an option.
 
-    The option says how `assemble` divides the parameters into blocks.
+    `assemble` divides the parameters into blocks by this option.
     """
     if not hasattr(config.algorithm, "granularity"):
         return {}

@@ -54,7 +54,7 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 def dealt_note(config: Config) -> list[str]:
     """Return a note if a run with real noise has simulated clients, else [].
 
-    The guarantee then holds for the records that the simulation has assigned to each client.
+    The note says that the guarantee holds for the records that the simulation assigns to a client.
     """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
@@ -66,7 +66,7 @@ def dealt_note(config: Config) -> list[str]:
 
 
 def _natural_note(config: Config, shards: Shards) -> str:
-    """Return a sentence that names the clients in the data, for the partition "natural".
+    """Return a sentence that names the clients, if a column of the data says who holds each record.
 
     It also says if the setting `data.clients` is ignored.
     """
@@ -83,7 +83,7 @@ def _natural_note(config: Config, shards: Shards) -> str:
 def federation_note(config: Config, plan: Plan) -> list[str]:
     """Return a note if simulated clients and the clients in [federation] differ in size, else [].
 
-    The simulation then trains differently from the real federation.
+    With other sizes, the simulation trains differently from the real federation.
     """
     if config.federation is None or not config.federation.clients:
         return []
@@ -100,7 +100,7 @@ def federation_note(config: Config, plan: Plan) -> list[str]:
 def data_warnings(config: Config, source: Source, shards: Shards) -> list[str]:
     """Return a warning if a class has no training record or if there is only one class, else [].
 
-    If the configuration declares the classes, they are not checked.
+    If the configuration declares the classes, nothing is checked.
     """
     if source.declared or source.task != "classify":
         return []
@@ -142,7 +142,8 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Return the first MAX_NAMES names, joined by commas, with dots if there are more."""
-    # Names from files may contain line breaks, but a note must stay on one line.
+    """Return the first MAX_NAMES names, joined by commas, and "..." if there are more."""
+    # Names from files may contain line breaks. Replace these by blanks, because a note must stay on
+    # one line.
     shown = [" ".join(name.split()) for name in names[:MAX_NAMES]]
     return ", ".join([*shown, *["..."] * (len(names) > MAX_NAMES)])

@@ -1,4 +1,4 @@
-"""Compute the clients' sizes, the privacy plan and the schedule of a configuration."""
+"""Compute from a configuration: the clients' sizes, the privacy plan and the schedule of rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from dpfed.training.job.data import configured_source, shards_for
 
 
 def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
-    """Return the privacy plan and the schedule. `sizes` gives each client's protected units."""
+    """Return the privacy plan (noise and batch of each client) and the schedule of rounds.
+
+    sizes  number of protected units of each client; a unit is one record, or all of one person
+    """
     run = config.run
     privacy = config.privacy
     releases = config.algorithm.releases
@@ -37,7 +40,7 @@ def plan_for(config: Config, sizes: np.ndarray) -> tuple[Plan, Schedule]:
 
 
 def plan_of(config: Config) -> tuple[Plan, Schedule]:
-    """Return the privacy plan and the schedule of a configuration without building its model.
+    """Return the privacy plan and the schedule of rounds without building the model.
 
     The data are read only if published record counts do not determine the clients' sizes.
     """
@@ -49,9 +52,9 @@ def plan_of(config: Config) -> tuple[Plan, Schedule]:
 
 
 def published_sizes(config: Config) -> np.ndarray | None:
-    """Return the clients' sizes if they can be known without reading the data, else None.
+    """Return the clients' sizes if they follow from a published record count, else None.
 
-    They are known if all clients get equally many records of a data set of published size.
+    They do if the data set has a published size and all clients get equally many records.
     """
     data = config.data
     published: Published | None = getattr(data, "published", None)
@@ -66,7 +69,10 @@ def published_sizes(config: Config) -> np.ndarray | None:
 
 
 def client_names(config: Config) -> list[str]:
-    """Return the client names of a federation in alphabetical order, as in its plan."""
+    """Return the client names that [federation] declares, in alphabetical order.
+
+    Client i of the privacy plan is the i-th of these names.
+    """
     if config.federation is None or not config.federation.clients:
         raise DpfedError(
             "a server needs the public figures of its clients: give [federation.clients], "
@@ -76,14 +82,20 @@ def client_names(config: Config) -> list[str]:
 
 
 def declared_sizes(config: Config) -> np.ndarray:
-    """Return each client's declared number of units, in the order of `client_names`."""
+    """Return each client's number of protected units as [federation] declares it.
+
+    The order is that of `client_names`.
+    """
     names = client_names(config)
     assert config.federation is not None
     return np.array([config.federation.clients[name] for name in names], dtype=np.int64)
 
 
 def check_algorithm(config: Config, plan: Plan) -> list[str]:
-    """Return the algorithm's notes for the user; raise DpfedError if it cannot run this plan."""
+    """Raise DpfedError if the algorithm cannot run under this privacy plan.
+
+    Return the algorithm's notes for the user.
+    """
     facts = Facts(
         equal_phi=plan.equal_phi,
         private=plan.private,
