@@ -74,7 +74,7 @@ def _refuse_values(keywords: Mapping[str, Any]) -> None:
 
 
 def _refuse_noise(keywords: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Raise DpfedError if `epsilon` and `settings` contradict each other or do not set the noise."""
+    """Raise DpfedError if `epsilon` contradicts `settings`, or if neither sets the noise."""
     epsilon = keywords.get("epsilon", "auto")
     off = setting(tables, "privacy.enabled") is False
     if off and epsilon is not None and "epsilon" in keywords:
