@@ -1,8 +1,7 @@
-"""Run a study, the comparison of several methods on one model and data set.
+"""Run a study, which compares arms (methods with their settings) on one model and data set.
 
-For each arm (one method with its settings), the study searches the best learning rates. It then
-makes the reported runs, one for each seed, with these rates. The results of finished runs alone
-determine the next runs, so an interrupted study can be resumed.
+A search first finds the best learning rates of each arm. The reported runs then use these rates
+with several seeds. Finished runs alone determine the next runs, so a study can be resumed.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# The search uses seeds from run.seed + TUNING_SEED on, so they differ from the seeds of the
-# reported runs, which start at run.seed.
+# The seeds of the search begin at run.seed + TUNING_SEED, far above the seeds of reported runs.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -48,15 +46,12 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Study:
-    """The description of a study: a comparison of several arms.
+    """The description of a study, which compares arms (methods with their settings).
 
     base          the configuration that each arm changes
-    arms          the compared methods, each with its settings
-    seeds         number of runs of each arm that are reported in the table
-    axis          the setting that varies over the columns of the table; "" for one column
-    extra, limit  the search adds at least `extra` and at most `limit` points to its first points;
-                  a point is one value for each tuned learning rate
-    search_seeds  number of seeds over which the search averages the score of a point
+    seeds         number of runs of each arm that the table reports
+    extra, limit  the search tries between `extra` and `limit` learning rates after its first rates
+    search_seeds  number of seeds over which the search averages the score of a learning rate
     given         hash of the data and the model that a program holds in memory; "" if none
     """
 
@@ -92,13 +87,9 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm (one method with its settings).
+    """The results of an arm. `point` has its best learning rates, or None if a run has failed.
 
-    point     the best learning rates, one value for each tuned key; None if a run failed
-    tuned     validation score of each point that the search tried
-    at_edge   True if better rates may lie outside the tried values
-    reported  results of the runs with the best rates, one for each seed
-    failed    the reason why a run failed, or None
+    tuned  validation score of each point (learning rates) that the search tried
     """
 
     arm: Arm
@@ -111,10 +102,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Planned:
-    """The number of runs that a study needs.
-
-    at_least  True if the search for learning rates may still add runs
-    """
+    """The number of runs that a study needs. `at_least` is True if its search may add more."""
 
     runs: int
     at_least: bool
@@ -126,7 +114,6 @@ class EndedRun:
 
     fresh    True if this process started the run, False if an earlier process had finished it
     done     number of ended runs, including this run
-    planned  number of runs of the whole study
     """
 
     task: Task
@@ -147,10 +134,7 @@ class Runner(Protocol):
 
 @dataclass
 class Progress:
-    """The state of a study: its ended runs, and from them the next runs.
-
-    outcomes  results of ended runs, by the key of the task that describes the run
-    """
+    """The state of a study. `outcomes` has the results of its ended runs, by their tasks' keys."""
 
     study: Study
     registry: Registry
@@ -158,13 +142,7 @@ class Progress:
     _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
-        """Return the task (description) of one run.
-
-        arm     number of the arm in the study
-        point   learning rates, one value for each tuned key
-        seed    number of the seed, from 0 on
-        tuning  True for a run of the search, False for a reported run
-        """
+        """Return the task (description) of one run; `tuning` is True for a run of the search."""
         place = (arm, point, seed, tuning)
         if place not in self._tasks:
             self._tasks[place] = make_task(self.study, arm, point, seed, self.registry, tuning)
@@ -201,10 +179,7 @@ class Progress:
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
-        """Return the tasks to start now, longest first.
-
-        Reported runs come only after the search has ended for all arms.
-        """
+        """Return the tasks to start now, longest first. Reported runs come after all searches."""
         study = self.study
         arms = self._working_arms()
         points = next_points(
@@ -246,10 +221,7 @@ class Progress:
         return Planned(runs, at_least=points < first + study.limit)
 
     def keys_of(self, arms: Sequence[int]) -> set[str]:
-        """Return the keys of the tasks of all runs of these arms.
-
-        Call this only after the search has ended, because reported runs use its best point.
-        """
+        """Return the task keys of all runs of these arms. The search must have ended before."""
         searched = {task.key for (arm, *_), task in self._tasks.items() if arm in arms}
         seeds = range(self.study.seeds)
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
@@ -281,14 +253,9 @@ class Progress:
 def make_task(
     study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False
 ) -> Task:
-    """Return the task (description) of one run.
+    """Return the task (description) of one run: arm number, learning rates, number of the seed.
 
-    Runs of the search and reported runs use different seeds and different halves of the test data.
-
-    arm     number of the arm in the study
-    point   learning rates, one value for each tuned key
-    seed    number of the seed, from 0 on
-    tuning  True for a run of the search
+    Search runs (`tuning`) use other seeds, and another half of the test data, than reported runs.
     """
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
@@ -304,8 +271,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # Compute the key from the form that older versions wrote, so that a newer version of dpfed
-    # finds the runs of an interrupted study.
+    # All versions of dpfed compute this key alike, so that a newer one can resume the study.
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -335,11 +301,9 @@ def check(study: Study, registry: Registry) -> None:
 
 
 def claim(out: Path, study: Study, force: bool) -> TextIO:
-    """Create the folder `out`, write the study's description, and return a lock on the folder.
+    """Create the folder `out`, write the study's description, and lock out other processes.
 
-    The lock keeps other processes from using the folder. Close the returned file to release it.
-
-    force  True to replace the description of another study in the folder
+    Closing the returned file ends the lock. `force` replaces another study's description.
     """
     description = out / STUDY
     occupied = out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
@@ -379,9 +343,7 @@ def conduct(
 ) -> list[ArmResult]:
     """Run all tasks of the study that have no result yet, and return the results of the arms.
 
-    runner   computes the runs
-    on_run   is called for each ended run, also if an earlier process has finished the run
-    packing  how many runs one worker computes together
+    on_run  is called for each ended run, also if an earlier process has finished the run
     """
     progress = Progress(study, registry)
     running: dict[str, Task] = {}
