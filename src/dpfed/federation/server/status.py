@@ -69,7 +69,7 @@ class Status(Callback):
         }
 
     def say(self, line: str) -> None:
-        """Write a line to the log; also to the status file if it says that a client was left out."""
+        """Write a line to the log. Lines about left-out clients also go to the status file."""
         self._log(line)
         if isinstance(line, LogLine) and line.event == "left_out":
             self._refusals.append({"time": _now(), **line.fields})
