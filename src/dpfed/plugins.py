@@ -15,7 +15,7 @@ from dpfed.errors import DpfedError, reason
 def with_plugins(noun: str, base: type[Any], own: Mapping[str, type[Any]]) -> dict[str, type[Any]]:
     """Return the classes of dpfed by name, followed by those of installed packages.
 
-    noun  "algorithm" or "model"; the entry points are in the group "dpfed.algorithms" or
+    noun  "algorithm" or "model"; selects the entry point group "dpfed.algorithms" or
           "dpfed.models"
     base  the class that every plugin must extend
     own   the classes that dpfed has itself; a plugin may not have the name of one of them
@@ -32,7 +32,10 @@ def with_plugins(noun: str, base: type[Any], own: Mapping[str, type[Any]]) -> di
 
 @functools.cache
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name. `path` is sys.path, the key of the cache."""
+    """Return the entry points of a group, such as "dpfed.models", by name.
+
+    path  sys.path, so that the cached answer is used only while sys.path is unchanged
+    """
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.setdefault(point.name, point)
@@ -45,7 +48,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
 
 
 def _load(point: EntryPoint, noun: str, base: type[Any]) -> type[Any]:
-    """Import the class of an entry point, and return it."""
+    """Import and return the class that the entry point of a plugin package names."""
     package = _package(point)
     try:
         found = point.load()

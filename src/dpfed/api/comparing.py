@@ -1,4 +1,4 @@
-"""`dpfed.compare`: compare methods on one model and one data set, each at its best rate."""
+"""`dpfed.compare`: compare methods on one model and data set, each at its best learning rate."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Comparison:
     """A finished comparison, as `dpfed.compare` returns it.
 
     Attributes:
-        out: The folder of the study, with its tables, figures and runs.
-        title: The title of the table.
+        out: The folder of the comparison, with its tables, plots and runs.
+        title: The title of the table of results.
     """
 
     out: Path
@@ -52,19 +52,19 @@ class Comparison:
 
     @property
     def table(self) -> pandas.DataFrame:
-        """One row for each method: score, difference, rates, epsilon and more.
+        """One row for each method: score, difference from the reference method, rates and epsilon.
 
-        Epsilon is that of one run. It does not include the search.
+        Epsilon is that of one run. It does not count the runs that searched for the rates.
         """
         return self._read("table.csv")
 
     @property
     def search(self) -> pandas.DataFrame:
-        """One row for each point of the search, with its validation scores."""
+        """One row for each learning rate that the search tried, with its validation scores."""
         return self._read(SEARCH)
 
     def plot(self) -> Any:
-        """Draw the score over rounds for each method; return the figure of matplotlib."""
+        """Draw the score over rounds for each method; return the matplotlib figure."""
         from matplotlib import pyplot
 
         figure = pyplot.figure(layout="constrained")
@@ -72,7 +72,7 @@ class Comparison:
         return figure
 
     def report(self, path: str | Path, public: bool = False) -> Path:
-        """Write the study as one HTML page that needs no network, and return its path.
+        """Write the comparison as one HTML page that needs no network, and return its path.
 
         public  True to leave out what a published page must not show, such as who took part
         """
@@ -86,7 +86,7 @@ class Comparison:
         return pandas.read_csv(self.out / name).set_index("method")
 
     def _repr_html_(self) -> str:
-        """Return the table, which notebooks show."""
+        """Return the table of results as HTML, which notebooks show."""
         html: str = self.table.to_html()
         return html
 
@@ -108,23 +108,26 @@ def compare(
 ) -> Comparison:
     """Compare methods, each at its own best learning rate, found with equal effort.
 
-    The runs are seeded simulations in this process. The same call continues a study that was
+    The runs are seeded simulations in this process. The same call continues a comparison that was
     stopped.
 
     Args:
         model: As for `fine_tune`.
         train: As for `fine_tune`.
-        test: Public records. One half chooses the rates, the other half scores the methods.
+        test: Public records. One half is for choosing the learning rates, the other half for
+            scoring the methods.
         algorithms: Methods, and variants such as "dp-fedadamw:gamma=0;agg=off".
-        rates: Learning rates with which the search of a method begins, by method.
-        preset: Name of an ablation or grid of the paper, such as "epsilon".
+        rates: The first learning rates that the search tries, by method.
+        preset: Name of an experiment of the DP-FedAdamW paper, such as "epsilon".
         seeds: Number of runs for each method, with the seeds from run.seed on.
         search_seeds: Number of seeds over which the search averages the score of a rate.
-        out: Folder of the study; default: one under runs/, named after the question.
-        progress: Show the runs.
+        out: Folder of the comparison; default: a folder under runs/, with a name that depends on
+            the arguments.
+        progress: True to show a progress bar over the runs.
         options: What is trained, on what terms; see `Terms`.
 
-    Mistakes raise `dpfed.DpfedError`. A method that fails is a warning and a row without accuracy.
+    Wrong arguments raise `dpfed.DpfedError`. A method that fails causes a warning, and its row in
+    the table has no accuracy.
     """
     with python_words(options, model):
         _refuse_keywords(options)
@@ -145,7 +148,7 @@ def compare(
 
 
 def _finished(study: Study, folder: Path, progress: bool) -> Comparison:
-    """Run the study, write its files, and return it."""
+    """Run all runs of the study, write its files, and return the comparison."""
     _, gpus = default_workers(str(study.base["run"]["device"]))
     packing = Packing(pack_size("auto", gpus), 1)
     watch: dict[str, Callable[[EndedRun], None]] = {}
@@ -162,7 +165,7 @@ def _finished(study: Study, folder: Path, progress: bool) -> Comparison:
 
 
 def _refuse_keywords(options: Mapping[str, Any]) -> None:
-    """Raise DpfedError for a keyword that `compare` does not have."""
+    """Raise DpfedError for a keyword in `options` that `compare` does not have."""
     for name in options:
         if name in get_type_hints(Switches):
             raise DpfedError(
@@ -175,7 +178,7 @@ def _refuse_keywords(options: Mapping[str, Any]) -> None:
 
 
 def _names(algorithms: str | Sequence[str], preset: str | None) -> str | None:
-    """Return the methods as one text; None for the methods of a preset."""
+    """Return the method names joined by commas; None to use the methods of the preset."""
     if preset is not None and algorithms == "all":
         return None
     names = [algorithms] if isinstance(algorithms, str) else algorithms
@@ -185,7 +188,7 @@ def _names(algorithms: str | Sequence[str], preset: str | None) -> str | None:
 
 
 def _texts(rates: Mapping[str, Sequence[float]] | None) -> tuple[str, ...]:
-    """Return the rates as texts of the form NAME=v1,v2."""
+    """Return the learning rates as texts METHOD=v1,v2, the form of the command line."""
     if rates is None:
         return ()
     if not isinstance(rates, Mapping):

@@ -1,4 +1,4 @@
-"""Make the checked configuration of a Python call: the user's tables over the defaults."""
+"""Build the configuration of a Python call from the user's options and from defaults."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from dpfed.training.run_folder.files import read_settings
 CLIENTS = 10
 EPSILON = 8.0
 DELTA = 1e-5
-# Most records of a cohort in a local step if more than a head is trained, which takes longer.
+# Largest number of records, over all clients of a round, in a local step. It does not apply if
+# only a head (last layer) is trained, which is fast.
 MAX_RECORDS = 512
-# Keys whose defaults depend on the recipe.
+# Keys whose defaults come from `recipe`, the recommended settings of the default algorithm.
 RECIPE_KEYS = (
     "algorithm.lr",
     "algorithm.gamma",
@@ -42,7 +43,11 @@ MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
 
 
 def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
-    """Return the default settings of `fine_tune`. Keywords and `settings` override them."""
+    """Return the default settings of `fine_tune`, which keywords and `settings` override.
+
+    given    the user's keywords and `settings` as configuration tables
+    epsilon  the keyword `epsilon`
+    """
     clients = setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
     target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
@@ -64,7 +69,7 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
 
 
 def calibrated(given: Mapping[str, Any], epsilon: float | str | None) -> bool:
-    """Return True if the noise follows from a target epsilon."""
+    """Return True if the noise multiplier is computed from a target epsilon."""
     if setting(given, "privacy.enabled") is False or setting(given, "privacy.sigma") is not None:
         return False
     return epsilon == "auto" or setting(given, "privacy.target_epsilon") is not None
@@ -73,7 +78,7 @@ def calibrated(given: Mapping[str, Any], epsilon: float | str | None) -> bool:
 def prepared(
     model: Any, train: Any, test: Any, options: Mapping[str, Any]
 ) -> tuple[Source, Config]:
-    """Return the records and the checked configuration of a call."""
+    """Return the records and the checked configuration of a call of `fine_tune`."""
     given = tables_of(options)
     source = source_of(train, test, options.get("classes"), task_of(given))
     return source, configured(given, options.get("epsilon", "auto"), model, source)
@@ -84,11 +89,11 @@ def configured(
 ) -> Config:
     """Return the checked configuration for this model and these data.
 
-    given    the tables of the options
+    given    the user's keywords and `settings` as configuration tables
     epsilon  the keyword `epsilon`; "auto" for its default
 
-    By default, training changes only the head of a sentence encoder. Its sentence vectors are
-    useful without training, because they were made to be compared directly.
+    By default, only the head (last layer) of a sentence encoder is trained. The sentence vectors
+    before the head are useful without further training.
     """
     given = with_natural_clients(given, source)
     if source.task == "multilabel":
@@ -98,7 +103,8 @@ def configured(
     own = overlay(defaults(given, epsilon), given)
     under: dict[str, Any] = {"model": table, "run": {"max_records_per_step": MAX_RECORDS}}
     if not source.classes or source.task != "classify":
-        # Without one class for each record, there are none to deal out unequally.
+        # Other partitions give the clients unequal shares of each class, so every record must have
+        # exactly one class.
         under["data"] = {"partition": "iid"}
     config = build(overlay(under, own), known)
     if isinstance(model, str | Path) and config.model.adapter is None and is_pooled(config.model):
@@ -114,8 +120,10 @@ def configured(
 def as_begun(config: Config, given: Mapping[str, Any], folder: Path) -> Config:
     """Return the configuration with which the run in `folder` resumes.
 
-    A default can be "auto" or differ between versions. So the run keeps the values that it began
-    with, unless the user gives others.
+    Defaults can differ between versions of dpfed. Therefore, the run keeps the values that it began
+    with, unless the user gives other values.
+
+    given  the user's keywords and `settings` as configuration tables
     """
     begun = read_settings(folder) or {}
     for key in RECIPE_KEYS:
@@ -129,9 +137,9 @@ def as_begun(config: Config, given: Mapping[str, Any], folder: Path) -> Config:
 
 
 def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """Return the tables with the clients of `source`, if it has one data set per client.
+    """Return `given` with the number of clients of `source`, if it has one data set per client.
 
-    Raise DpfedError if the tables give another number of clients.
+    Raise DpfedError if `given` has another number of clients.
     """
     names = source.clients
     if not names:

@@ -49,8 +49,9 @@ def fine_tune(
     """Fine-tune a model across simulated clients with differential privacy.
 
     Args:
-        model: A folder or hub name of a Hugging Face model, such a model, a torch module, or a
-            name of `dpfed list models`. By default only the head of a sentence encoder is trained.
+        model: The folder or hub name of a Hugging Face model, a loaded Hugging Face model, a torch
+            module, or a name from `dpfed list models`. Of a sentence encoder, only the head (last
+            layer) is trained by default.
         train: Private records: a dictionary of columns, a data frame or a Hugging Face dataset with
             the columns `label` and `text` (and `text_pair`), `image` or `features`; a pair
             `(X, y)`; or a torch Dataset. A list or dictionary has one data set for each client.
@@ -58,11 +59,11 @@ def fine_tune(
         test: Public records of the server, with the same columns.
         out: Folder of the run; default: a new one under runs/.
         resume: True to continue the run in `out` if there is one.
-        callbacks: Objects that watch the run.
-        progress: Show notes, rounds and the work inside a round.
-        options: What is trained, on what terms; see `Options`.
+        callbacks: Objects of subclasses of `dpfed.Callback`, which are called during the run.
+        progress: True to show notes, and a progress bar for the rounds.
+        options: Other keywords, such as clients, epsilon and rounds; see `Options`.
 
-    Mistakes raise `dpfed.DpfedError`; warnings are issued as `dpfed.DpfedWarning`.
+    Wrong arguments raise `dpfed.DpfedError`; warnings are issued as `dpfed.DpfedWarning`.
     """
     with python_words(options, model):
         refuse_arguments(out, callbacks, progress, resume)
@@ -85,7 +86,10 @@ def fine_tune(
 
 
 def _has_begun(folder: Path, model: Any) -> bool:
-    """Return True if the folder has a run, and the saved weights of a model from memory."""
+    """Return True if `folder` has a run that can be resumed.
+
+    A model from memory must also have its saved weights beside the folder.
+    """
     has_weights = isinstance(model, str | Path) or base_folder(folder).is_dir()
     return (folder / CONFIG).is_file() and has_weights
 
@@ -98,7 +102,7 @@ def _trained(
     callbacks: Sequence[Callback],
     progress: bool,
 ) -> Mapping[str, Any]:
-    """Train, and return the result. With `resume`, continue the run in the folder."""
+    """Train, and return the result of the run. With `resume`, continue the run in `folder`."""
     mode: Mode = "resume" if resume else "new"
     identity = identity_of(None, source)
     if resume:

@@ -1,4 +1,4 @@
-"""The rounds of a run as a data frame: scores, epsilon of each observer, and seconds."""
+"""The rounds of a run as a data frame: scores, epsilons for two observers, and seconds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from dpfed.training.run_folder.files import METRICS, read_rows
 if TYPE_CHECKING:
     import pandas
 
-# Largest number of rounds for which the planned epsilons are computed. A longer history has them
-# only in evenly spaced rounds, because computing the epsilons of one round takes time.
+# Largest number of rounds for which planned epsilons are computed, because each takes time.
+# A run with more rounds has them only in evenly spaced rounds.
 POINTS = 25
 
 
 def history_of(folder: Path, result: Mapping[str, Any], task: str) -> pandas.DataFrame:
     """Return a data frame with one row per round; round 0 is the model before training.
 
-    task  of the run; the loss of a language model is also given as a perplexity
+    task  the task of the run; with "causal" (a language model) there is a column `perplexity`
 
-    The columns `epsilon_server_worst` and `epsilon_third_party` are planned figures after a round.
-    `epsilon_server_max` is the largest epsilon that a client has really spent.
+    `epsilon_server_worst` is the planned epsilon after the round against the server, for the client
+    with the most rounds. `epsilon_third_party` is the planned epsilon against an observer who sees
+    only the global models. `epsilon_server_max` is the largest epsilon that a client has spent.
     """
     import pandas
 
@@ -53,11 +54,14 @@ def history_of(folder: Path, result: Mapping[str, Any], task: str) -> pandas.Dat
 
 
 def _epsilons(spending: RecordedSpending, rounds: list[int]) -> dict[int, tuple[float, float]]:
-    """Return the planned epsilons of server and third party after at most POINTS of the rounds."""
+    """Return, by round, the planned epsilons (server, third party) for at most POINTS rounds.
+
+    The third party is an observer who sees only the global models.
+    """
     planned: Planned = spending.realised
     done = [t for t in rounds if 0 < t <= planned.rounds]
     step = max(1, -(-len(done) // POINTS))
-    # The last round is always among them.
+    # Count backwards, so that the last round is always included.
     at = done[::-1][::step]
     figures = {}
     for t in at:

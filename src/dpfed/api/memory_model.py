@@ -1,4 +1,4 @@
-"""Models and records that a program holds in memory: what of them is stored with a run."""
+"""Store, beside a run folder, a model from memory and a hash of records from memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.files import CHECKPOINTS, CONFIG, read_object
 from dpfed.training.run_folder.folder import LOCK, refuse_occupied
 
-# Attribute of a model in memory that holds the spending record of its training.
+# Attribute of a model in memory. It holds the privacy loss of the model's training so far.
 SPENT = "dpfed_spending"
-# File of a run folder with the hash of the records, which come from a program.
+# File of a run folder with a hash of the records, which a program has passed in memory.
 RECORDS = "records.json"
 
 
 def refuse_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raise DpfedError for a tokenizer that the model does not read."""
+    """Raise DpfedError for a tokenizer together with a model that does not use it."""
     if tokenizer is not None and is_plain_module(model):
         raise DpfedError(
             "tokenizer is for a language model, and model is a torch module: leave it out"
@@ -54,12 +54,12 @@ def base_folder(out: Path) -> Path:
 def model_beside(
     model: Any, tokenizer: Any, folder: Path, config: Config, begun: str, resume: bool = True
 ) -> Iterator[Config]:
-    """Save a model from memory beside a folder; yield the configuration with its weights.
+    """Save a model from memory beside the run folder; yield the configuration with its path.
 
-    The saved model makes it possible to repeat and to resume the run. It is removed if an error
-    stops the run before it has begun. The configuration of other models is yielded unchanged.
+    The saved model is needed to repeat or resume the run. It is removed if an error stops the run
+    before it has begun. For a model given by name or path, yield `config` unchanged.
 
-    begun   name of the file that the folder has after the beginning
+    begun   name of a file that is in `folder` as soon as the run has begun
     resume  True to use the weights that an earlier call has saved
     """
     refuse_tokenizer(model, tokenizer)
@@ -77,9 +77,9 @@ def model_beside(
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
-    """Save a model from memory in a new folder beside the run's folder, and return this folder.
+    """Save a model from memory in a new folder beside the run folder, and return the new folder.
 
-    If earlier training of the model has spent privacy, save its spending record, too.
+    If earlier training of the model has spent privacy, save the record of this spending, too.
     """
     if not hasattr(model, "save_pretrained") and not is_plain_module(model):
         advice = ": give its .model" if hasattr(model, "model") else ""
@@ -97,8 +97,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path
         raise DpfedError(f"{base} exists: choose another out")
     # Read the spending record first: if it is damaged, stop before anything is written.
     record = _spending_record(model)
-    # Write the record before the weights, so that no weights exist without it. Write it again
-    # afterwards: the second call embeds the record in the weights' file.
+    # Write the record before the weights, so that no weights exist without it. The second call
+    # below embeds the record in the file of the weights.
     if record is not None:
         write_record(base, record)
     _write_weights(model, base)
@@ -120,9 +120,9 @@ def _write_weights(model: Any, base: Path) -> None:
 
 
 def _spending_record(model: Any) -> str | None:
-    """Return the spending record of a model in memory; None if it is unknown.
+    """Return the record of the privacy that a model's training has spent; None if unknown.
 
-    The record is that of the run which trained the model in this program, or of the files that
+    The record comes from the run that trained the model in this program, or from the files that
     the model was loaded from.
     """
     stored = getattr(model, SPENT, None)
@@ -132,14 +132,14 @@ def _spending_record(model: Any) -> str | None:
     try:
         record = record_of(origin) if origin else None
     except HubSilentError:
-        # The hub does not answer. Without a record, each epsilon of the run comes with a note that
-        # it does not count earlier training.
+        # The hub does not answer. Without a record, the run reports that its epsilons do not count
+        # earlier training.
         return None
     return record.text if record else None
 
 
 def refuse_other_records(folder: Path, identity: str) -> None:
-    """Raise DpfedError if the run in the folder began with other records."""
+    """Raise DpfedError if the run in `folder` began with records of another hash."""
     stored = read_object(folder / RECORDS).get("identity", identity)
     if stored != identity:
         raise DpfedError(
@@ -155,7 +155,10 @@ def write_identity(folder: Path, identity: str) -> None:
 
 
 def identity_of(model: Any, source: Source) -> str:
-    """Return a hash that changes with any record, label, class name or weight."""
+    """Return a hash of the records and the model.
+
+    It changes with any record, label, class name or weight.
+    """
     hash = hashlib.sha256(repr((source.kind, source.classes, source.white)).encode())
     for table in (source.train, source.test):
         arrays = {**table.inputs, "labels": table.labels, **table.columns}
@@ -173,7 +176,7 @@ def identity_of(model: Any, source: Source) -> str:
 def _add(hash: Any, name: str, array: np.ndarray) -> None:
     hash.update(repr((name, array.dtype.str, array.shape)).encode())
     if array.dtype == object:
-        # Python strings have no bytes of their own in an array.
+        # An array of Python objects has only pointers as bytes, so hash the text of its values.
         hash.update(repr(array.tolist()).encode())
     else:
         hash.update(np.ascontiguousarray(array).tobytes())

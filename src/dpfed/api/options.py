@@ -13,7 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Switches(TypedDict, total=False):
-    """Keys of [algorithm]; `dpfed list algorithms --json` says which algorithm has which key."""
+    """Keywords that set options of the algorithm (keys of the configuration section [algorithm]).
+
+    `dpfed list algorithms --json` shows which algorithm has which key.
+    """
 
     a: float
     agg: Literal["mean", "full_v", "off"]
@@ -45,23 +48,25 @@ class Switches(TypedDict, total=False):
 
 
 class Terms(TypedDict, total=False):
-    """Keywords that say what is trained, on what terms.
+    """Keywords for the training and its privacy: clients, epsilon, rounds, task and more.
 
     Attributes:
         clients: Number of simulated clients; default 10.
-        epsilon: Target for the server's view of the client with the most rounds. "auto", the
+        epsilon: Target epsilon against the server, for the client with the most rounds. "auto", the
             default, is 8.0, unless `settings` give privacy.sigma. With None, `settings` must give
             privacy.sigma or privacy.enabled = False.
-        delta: Default 1e-5.
-        rounds: Default 50.
+        delta: Delta of the guarantee; default 1e-5.
+        rounds: Number of rounds; default 50.
         plan: A plan of `dpfed.plan`, which sets clients, epsilon, delta, rounds and the batch.
         trainable: Adapters and head ("lora"), the head, the whole model, or names of modules and
             tensors. The default depends on the model.
-        task: "regress" for labels that are numbers, "multilabel" for several classes of a record,
-            "causal" for the next token of texts. "auto", the default, is "multilabel" for lists of
-            names, "causal" for data without labels, and else one class of each record.
+        task: "classify" for one class per record, "multilabel" for several classes per record,
+            "regress" for labels that are numbers, "causal" for the next token of texts. "auto", the
+            default, is "multilabel" for lists of names, "causal" for data without labels, and
+            "classify" for other data.
         class_weights: Factor of the loss of each class; public constants.
-        classes: Class names in the order of their numbers, or their count; default: from labels.
+        classes: Class names in the order of their numbers, or the number of classes; default: found
+            from the labels.
         tokenizer: Tokenizer of a language model in memory.
         settings: Other configuration keys, such as {"run.local_steps": 5}.
     """
@@ -80,16 +85,16 @@ class Terms(TypedDict, total=False):
 
 
 class Options(Switches, Terms, total=False):
-    """Keywords of `Terms`, and the algorithm with its switches.
+    """Keywords of `Terms`, and the algorithm with its switches (own options).
 
     Attributes:
         algorithm: Name of an algorithm; default "dp-fedadamw". Its switches, such as `lr`, are
             further keywords.
-        metric: Score on `test`: "accuracy", "loss", "macro_f1", "auroc", "perplexity", "r2" or
-            "mae"; or a function of labels and predictions that returns a number, where larger is
-            better. Default: "r2" for numbers, else "accuracy".
-        early_stopping: End after this many evaluations without a better score.
-        keep: "best" for the model with the best score; default "last".
+        metric: Score on the public records `test`: "accuracy", "loss", "macro_f1", "auroc",
+            "perplexity", "r2" or "mae"; or a function of labels and predictions that returns a
+            number, where larger is better. Default: "r2" for regression, else "accuracy".
+        early_stopping: End the training after this many evaluations without a better score.
+        keep: "best" to keep the model of the round with the best score; default "last".
     """
 
     algorithm: str | None
@@ -101,22 +106,24 @@ class Options(Switches, Terms, total=False):
 
 
 def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options in two groups: keywords of `Options`, and switches of the algorithm."""
+    """Return the options in two groups: keywords of `fine_tune`, and switches of the algorithm."""
     own = set(get_type_hints(Options)) - set(get_type_hints(Switches))
     keywords = {name: value for name, value in options.items() if name in own}
     return keywords, {name: value for name, value in options.items() if name not in own}
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the texts that a keyword of `Options` can be, such as "lora" for `trainable`."""
+    """Return the texts that a keyword of `Options` accepts, such as "lora" for `trainable`."""
     kinds = get_args(get_type_hints(Options)[name])
     return tuple(text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind))
 
 
 def listing(options: type[Any]) -> Callable[[Function], Function]:
-    """Return a decorator that writes every option into a signature, for `help` and notebooks.
+    """Return a decorator that lists every keyword of `options` in the function's signature.
 
-    options  the class of the function's keywords
+    `help` and notebooks then show these keywords instead of `**options`.
+
+    options  the TypedDict class of the function's keywords
     """
 
     def listed(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Plan a federation from Python, before it begins."""
+"""`dpfed.plan`: choose batch, rounds and noise of a federation before it begins."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ def plan(
     try_local_steps: Sequence[int] = (),
     plot: str | Path | None = None,
 ) -> FederationPlan:
-    """Compare plans for a federation of a given size, and recommend one.
+    """Compare plans (batch, noise and rounds) for a federation of a given size; recommend one.
 
-    Only public numbers are used, so planning costs no privacy.
+    Only the numbers that you pass are used, no records, so planning costs no privacy.
 
     Args:
         records: Records of each client: one number for all clients, or one number for each client.
-        epsilon: Target epsilon, for the server's view of the client with the most rounds.
+        epsilon: Target epsilon against the server, for the client with the most rounds.
         clients: Number of clients, if `records` is one number.
-        cohort: Clients in each round; default all of up to 20 clients, else a tenth.
+        cohort: Clients in each round; default: all clients if there are at most 20, else a tenth.
         rounds: Rounds of the run.
         local_steps: Local steps of a client in a round.
         delta: Delta of the guarantee.
-        max_records: Most records of all clients in a local step that you can compute.
-        algorithm: Name of the algorithm; some release a batch more than once.
+        max_records: Largest number of records, over all clients of a round, that your hardware can
+            process in a local step.
+        algorithm: Name of the algorithm; some use a batch for more than one noised sum.
         try_rounds: Other numbers of rounds to compare.
         try_local_steps: Other numbers of local steps to compare.
-        plot: File for a plot of noise over batch, PNG or SVG.
+        plot: PNG or SVG file for a plot of the noise for each batch size.
 
     Returns:
         The plan. `print(plan)` shows it, `plan.table` is a data frame, and `plan.configuration` has

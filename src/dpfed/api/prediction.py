@@ -1,4 +1,4 @@
-"""Use the trained model of a run: score new records as its evaluation does, continue prompts."""
+"""Use the trained model of a run: score new records, or continue prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dpfed.training.job.model import build_model
 class Predictor:
     """A trained model that is ready to score records.
 
-    spec   public facts about the inputs
-    model  computes scores
-    theta  the trained vector, `[P]`
+    spec   kind and shape of the records
+    model  computes the scores of records from `theta`
+    theta  the trained parameters as one vector, `[P]` for P trainable numbers
     """
 
     config: Config
@@ -39,9 +39,10 @@ class Predictor:
 
     @classmethod
     def of_run(cls, folder: Path) -> Predictor:
-        """Return the predictor of a finished run."""
+        """Return the predictor with the trained model of a finished run."""
         config, _, spec = run_settings(folder)
-        # The run has checked this model, and a few predictions do not repay compiling.
+        # Skip the model check, because the run has already done it. Skip compilation, because it
+        # takes longer than a few predictions.
         model = replace(config.model, liveness=False)
         config = replace(config, model=model, run=replace(config.run, compile=False))
         device = device_of(config.run.device)
@@ -53,7 +54,7 @@ class Predictor:
         """Return the scores of each record on the CPU, `[n, scores]`.
 
         inputs  arrays with one row per record, by the name of the model's argument
-        kind    kind of the records, such as "text"
+        kind    "text", "image" or "features"
         """
         if kind != self.spec.kind:
             raise DpfedError(f"the model was trained on {self.spec.kind}, the records are {kind}")
@@ -82,11 +83,11 @@ class Predictor:
 def continued(
     model: Any, section: Any, prompts: Sequence[str | Sequence[Mapping[str, Any]]], new_tokens: int
 ) -> list[str]:
-    """Return for each prompt the text that the model writes after it.
+    """Return, for each prompt, the text with which the language model continues it.
 
     model       the trained model, of peft or transformers
-    section     the [model] section, which has the tokenizer
-    prompts     texts, or chats in the form of `messages`
+    section     the configuration section [model], which loads the tokenizer
+    prompts     texts, or chats: lists of messages with `role` and `content`
     new_tokens  largest number of tokens to write; an end token ends a text earlier
     """
     if isinstance(prompts, str) or any(not isinstance(p, str | list | tuple) for p in prompts):

@@ -16,7 +16,7 @@ from dpfed.privacy.planning.federation import FederationPlan
 from dpfed.privacy.planning.recipe import METHOD
 from dpfed.registry import registry
 
-# Keys that `settings` must not contain, each with the reason. The records are given as arguments.
+# Keys that `settings` must not contain, each with the reason.
 NOT_FOR_SETTINGS = {
     "data.name": "the records are those of train and test",
     "data.path": "the records are those of train and test",
@@ -25,9 +25,9 @@ NOT_FOR_SETTINGS = {
 
 
 def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `fine_tune` as configuration tables.
+    """Return the options of `fine_tune` as configuration tables, one dictionary per section.
 
-    Raise DpfedError if a keyword and a setting give different values for one key.
+    Raise DpfedError if a keyword and an entry of `settings` give different values for one key.
     """
     keywords, switches = split(options)
     _refuse_values(keywords)
@@ -60,7 +60,7 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_values(keywords: Mapping[str, Any]) -> None:
-    """Raise DpfedError for a text that a keyword cannot be, and for an empty list of modules."""
+    """Raise DpfedError for an unknown text, such as task="clasify", or an empty `trainable`."""
     for name in ("task", "metric", "keep"):
         value, known = keywords.get(name), choices_of(name)
         if isinstance(value, str) and value not in known:
@@ -74,7 +74,7 @@ def _refuse_values(keywords: Mapping[str, Any]) -> None:
 
 
 def _refuse_noise(keywords: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Raise DpfedError if `epsilon` and the settings together do not determine the noise."""
+    """Raise DpfedError if `epsilon` contradicts `settings`, or if neither sets the noise."""
     epsilon = keywords.get("epsilon", "auto")
     off = setting(tables, "privacy.enabled") is False
     if off and epsilon is not None and "epsilon" in keywords:
@@ -91,13 +91,13 @@ def _refuse_noise(keywords: Mapping[str, Any], tables: Mapping[str, Any]) -> Non
 
 
 def _refuse_switches(switches: Mapping[str, Any], algorithm: str) -> None:
-    """Raise DpfedError for the first keyword that is no switch of the algorithm."""
+    """Raise DpfedError for the first keyword that is no switch (own option) of the algorithm."""
     algorithms = registry().algorithm
     every = {field.name for cls in algorithms.values() for field in dataclasses.fields(cls)}
     known = [*Options.__annotations__, *sorted(every)]
     refuse_unknown("fine_tune and no switch of an algorithm", switches, known)
     if algorithm not in algorithms:
-        # `build` refuses an algorithm that is not known.
+        # `config.build`, which is called later, reports an unknown algorithm.
         return
     own = [field.name for field in dataclasses.fields(algorithms[algorithm])]
     for name in switches:
@@ -108,9 +108,10 @@ def _refuse_switches(switches: Mapping[str, Any], algorithm: str) -> None:
 
 
 def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a plan sets, with their values.
+    """Return the configuration keys that a plan of `dpfed.plan` sets, with their values.
 
-    Raise DpfedError if the settings, as `tables`, give another value for one of them.
+    Keys that the user's settings, `tables`, already have are left out. Raise DpfedError if the
+    user's value differs from the plan's value.
     """
     if plan is None:
         return {}
@@ -130,7 +131,10 @@ def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str
 
 
 def task_of(given: Mapping[str, Any]) -> LabelTask | None:
-    """Return what a label is, by the key model.task; None if the labels themselves decide."""
+    """Return the kind of labels that the key model.task asks for.
+
+    Return None if the kind is to be found from the labels.
+    """
     task = setting(given, "model.task")
     if task in (None, "auto"):
         return None
@@ -138,14 +142,14 @@ def task_of(given: Mapping[str, Any]) -> LabelTask | None:
 
 
 def setting(tables: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key such as "data.clients"; None if the key is not set."""
+    """Return the value that `tables` has for a key such as "data.clients"; None if it has none."""
     section, _, leaf = key.partition(".")
     table = tables.get(section)
     return table.get(leaf) if isinstance(table, Mapping) else None
 
 
 def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
-    """Return the settings as pairs of a dotted key and a plain value."""
+    """Return the settings as pairs of a dotted key, such as "run.rounds", and a TOML value."""
     if settings is None:
         return []
     if not isinstance(settings, Mapping):
@@ -160,7 +164,7 @@ def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a type that TOML has: texts for paths, lists for arrays and tensors."""
+    """Convert a value to a type that TOML has: paths to texts, arrays and tensors to lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

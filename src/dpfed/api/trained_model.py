@@ -1,4 +1,4 @@
-"""A finished run as an object: predict, look at the training, export, store and load."""
+"""The trained model of a finished run: predict, show the training history, export, save, load."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A finished run, as `dpfed.fine_tune` and `dpfed.load` return it.
+    """The trained model of a finished run, as `dpfed.fine_tune` and `dpfed.load` return it.
 
     Attributes:
         out: The run folder.
-        result: The result as `dpfed run --json` prints it.
+        result: The result of the run, in the form that `dpfed run --json` prints.
+        module: The torch module that was given to `fine_tune` or `load`; None for other models.
     """
 
     out: Path
@@ -51,9 +52,10 @@ class TrainedModel:
 
     @property
     def accuracy(self) -> float:
-        """Accuracy on the test set, 0 to 1; for a language model, of its target tokens.
+        """Accuracy on the test set, from 0 to 1.
 
-        With several classes for a record, it is the share of right answers over all classes.
+        For a language model, it is the share of target tokens that are predicted correctly. With
+        several classes per record, it is the share of right yes-or-no answers over all classes.
         """
         found = self.result["test_accuracy"]
         if found is None:
@@ -75,8 +77,10 @@ class TrainedModel:
 
     @property
     def epsilon(self) -> Mapping[str, float | None]:
-        """Epsilon for each view: server_worst, server_max and third_party.
+        """Epsilon for each observer: server_worst, server_max and third_party.
 
+        `server_worst` bounds every client against the server; `server_max` is the most that a
+        client has spent. `third_party` is against an observer who sees only the global models.
         The values are None if the run was not private.
         """
         figures: Mapping[str, float | None] = self.result["epsilon"]
@@ -115,7 +119,8 @@ class TrainedModel:
     def model(self) -> Any:
         """The trained model: a peft model, a model of transformers, or the torch module.
 
-        What training has spent stays with it: `fine_tune(trained.model, ...)` counts this, too.
+        The model keeps a record of the privacy that its training has spent. Therefore,
+        `fine_tune(trained.model, ...)` counts this privacy loss, too.
         """
         trained = self._run
         configure(trained)
@@ -126,12 +131,12 @@ class TrainedModel:
         return (adapted.peft if adapted.peft is not None else adapted.model).eval()
 
     def predict(self, records: Any) -> np.ndarray:
-        """Return the predicted class of each record, as the training labels were given.
+        """Return the predicted class of each record, in the form of the training labels.
 
-        For labels that are numbers, return numbers. With several classes for a record, return 0 or
-        1 for each class, `[records, classes]`, in the order of `classes`.
+        For regression, return numbers. With several classes per record, return 0 or 1 for each
+        class, `[records, classes]`, in the order of `classes`.
 
-        records  a data set as for `fine_tune`, with or without labels, or its inputs alone
+        records  data in a form that `fine_tune` accepts, with or without labels
         """
         task = task_name(self._run.config, self.result)
         if task == "regress":
@@ -160,7 +165,9 @@ class TrainedModel:
             return found
 
     def generate(self, prompts: Sequence[Any], max_new_tokens: int = 64) -> list[str]:
-        """Return for each prompt the text that the language model writes after it, greedily.
+        """Return, for each prompt, the text that the language model writes after the prompt.
+
+        Each token is the most likely one (greedy decoding).
 
         prompts         texts, or chats: lists of messages with `role` and `content`
         max_new_tokens  largest number of tokens to write
@@ -172,10 +179,10 @@ class TrainedModel:
 
     @property
     def history(self) -> pandas.DataFrame:
-        """The rounds as a data frame with scores, the epsilon of each observer and seconds.
+        """One row per round, with scores, epsilons against two observers, and seconds.
 
         Round 0 is the model before training. `epsilon_server_worst` and `epsilon_third_party` are
-        the planned figures, `epsilon_server_max` is the most that a client has really spent.
+        planned values; `epsilon_server_max` is the largest epsilon that a client has spent.
         """
         return history_of(self.out, self.result, task_name(self._run.config, self.result))
 
@@ -193,20 +200,20 @@ class TrainedModel:
         return Path(path)
 
     def export(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a peft adapter with its model card to a new folder, and return the folder.
+        """Write the peft adapter with a model card to a new folder, and return the folder.
 
-        A torch module is written as a state dict. Its card says how to load it.
+        A torch module is written as a state dict, and its model card says how to load it.
 
-        merge  True to write a whole model instead, with the adapter merged into its base
+        merge  True to write a whole model instead, with the adapter merged into the base model
         """
         with python_words(), given_module(self.module):
             write_export(self.out, Path(folder), merge)
         return Path(folder)
 
     def save(self, folder: str | Path) -> Path:
-        """Copy the run to a new folder, from which `dpfed.load` reads it, and return the folder.
+        """Copy the run folder to a new folder, which `dpfed.load` can read, and return the folder.
 
-        The copy is for its owner. Use `export` for a model that others may get.
+        The copy contains private files. To give the model to others, use `export`.
         """
         with python_words():
             copy_run(self.out, Path(folder))
@@ -226,7 +233,7 @@ class TrainedModel:
         return f"TrainedModel({str(self.out)!r}: {facts})"
 
     def _repr_html_(self) -> str:
-        """Return the main figures as a table, which notebooks show."""
+        """Return the main results as an HTML table, which notebooks show."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
             f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
@@ -235,7 +242,7 @@ class TrainedModel:
         return f"<table>{rows}</table>"
 
     def _facts(self) -> dict[str, str]:
-        """Return the main figures of the run as texts, by name."""
+        """Return the main results of the run as texts, by name."""
         result = self.result
         facts = {
             "algorithm": str(result["algorithm"]),
@@ -259,7 +266,7 @@ class TrainedModel:
 def load(folder: str | Path, model: nn.Module | None = None) -> TrainedModel:
     """Return the trained model of a run folder, as written by `fine_tune`, `save` or `dpfed run`.
 
-    model  the torch module, for a run that trained one; its weights are not used
+    model  for a run that trained a torch module: a module of this architecture, with any weights
     """
     path = Path(folder)
     with python_words():

@@ -27,7 +27,8 @@ from dpfed.training.run_folder.files import read_result, read_settings
 if TYPE_CHECKING:
     import pandas
 
-# What epsilon is about: trials that differ in one of these have no epsilon together.
+# Keys that define what epsilon protects. The epsilons of trials that differ in one of these keys
+# cannot be composed.
 SAME_FOR_ALL = ("data.unit_column", "privacy.sampling")
 
 
@@ -35,10 +36,11 @@ SAME_FOR_ALL = ("data.unit_column", "privacy.sampling")
 class Trial:
     """One run of a search.
 
-    number   its number, from 1 on
-    changes  the values that it tried
-    folder   its run folder
-    score    accuracy on the public records, or the value of `metric`; None for a run that stopped
+    number   number of the trial, from 1 on
+    changes  the values that the trial tried, by keyword or configuration key
+    folder   the run folder
+    score    accuracy on the public records, or the value of `metric`, negated if smaller is
+             better; None for a run that stopped early
     """
 
     number: int
@@ -52,8 +54,8 @@ class Tuning:
     """A finished search, as `dpfed.tune` returns it.
 
     Attributes:
-        best: The trained model of the best trial. Its own epsilon is that of one run.
-        settings: The values of the best trial.
+        best: The trained model of the best trial. `best.epsilon` counts only this trial.
+        settings: The values that the best trial tried, by keyword or configuration key.
         epsilon: Epsilon of all trials together, for every observer; None without privacy.
     """
 
@@ -64,7 +66,7 @@ class Tuning:
 
     @property
     def trials(self) -> pandas.DataFrame:
-        """One row for each trial: its values and its score."""
+        """One row for each trial: the values that it tried, and its score."""
         import pandas
 
         rows = [{"trial": t.number, **t.changes, "score": t.score} for t in self._trials]
@@ -83,20 +85,20 @@ def tune(
     progress: bool = True,
     **options: Unpack[Options],
 ) -> Tuning:
-    """Fine-tune once for each point of a search, and return the best model.
+    """Fine-tune once for each combination of values in `space`, and return the best model.
 
-    Every trial trains on the private records, and the server sees every trial. `epsilon` of the
-    result therefore composes all of them. The same call continues a search that was stopped.
+    Every trial trains on the private records, and the server sees every trial. Therefore, `epsilon`
+    of the result counts all trials. The same call continues a search that was stopped.
 
     Args:
         model: As for `fine_tune`.
         train: As for `fine_tune`.
         test: Public records, whose scores choose the best trial.
         space: Values to try, by keyword or configuration key, such as {"lr": [0.01, 0.1]}.
-        trials: Number of points, drawn at random from all combinations; default: all of them.
+        trials: Number of combinations to try, drawn at random; default: all combinations.
         out: Folder of the search, with one run folder for each trial.
         progress: Show the rounds of each trial.
-        options: What is trained, on what terms; see `Options`. Epsilon is that of one trial.
+        options: Other keywords of `fine_tune`; see `Options`. `epsilon` is the target of one trial.
     """
     with python_words(options, model):
         refuse_arguments(out, progress=progress)
@@ -111,7 +113,7 @@ def tune(
                 )
                 done.append((Trial(number, changes, folder, score_of(found.result)), found))
             except StoppedError:
-                # A run that stopped has spent what it charged, so it counts as a trial.
+                # A stopped run has spent privacy budget, so its epsilon counts, too.
                 done.append((Trial(number, changes, folder, None), None))
         return _tuning(done)
 
@@ -119,7 +121,7 @@ def tune(
 def points_of(
     space: Mapping[str, Sequence[Any]], trials: int | None, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the points of a search. A draw of some of them depends only on their number."""
+    """Return the combinations of values to try. A random draw depends only on `trials`."""
     if not isinstance(space, Mapping) or not space:
         raise DpfedError('space must be a dictionary of lists, such as {"lr": [0.01, 0.1]}')
     for name, values in space.items():
@@ -143,7 +145,10 @@ def points_of(
 
 
 def with_changes(options: Options, changes: Mapping[str, Any]) -> Options:
-    """Return the options of one trial. A name with a dot is a configuration key."""
+    """Return the options of one trial: `options` with the values in `changes`.
+
+    A name with a dot, such as "run.rounds", is a configuration key and goes into `settings`.
+    """
     keys = {name: value for name, value in changes.items() if "." in name}
     words: Any = {name: value for name, value in changes.items() if "." not in name}
     settings = {**(options.get("settings") or {}), **keys}
@@ -152,7 +157,7 @@ def with_changes(options: Options, changes: Mapping[str, Any]) -> Options:
 
 
 def score_of(result: Mapping[str, Any]) -> float | None:
-    """Return the score of a finished run; larger is better."""
+    """Return the score of a finished run; the sign of errors is changed, so larger is better."""
     metric = result.get("metric") or {"name": "accuracy", "value": result["test_accuracy"]}
     if metric["value"] is None:
         return None
@@ -172,20 +177,20 @@ def _tuning(done: Sequence[tuple[Trial, TrainedModel | None]]) -> Tuning:
 
 
 def trial_folders(trials: Sequence[Trial]) -> list[Path]:
-    """Return the folders of these trials, and of trials that an earlier call left beside them."""
+    """Return the run folders of the trials, and those of earlier calls in the same folder."""
     folders = [trial.folder for trial in trials]
     beside = sorted(folders[0].parent.glob("trial-*"))
     return [*folders, *(found for found in beside if found not in folders and is_run(found))]
 
 
 def composed_epsilon(folders: Sequence[Path]) -> float | None:
-    """Return the epsilon of all runs together, for a client in every round of all of them.
+    """Return the epsilon of all runs together, for a client in every round of every run.
 
-    Each run counts with a mechanism that bounds every client. What was spent before on the
-    weights that several runs start from counts once. None if a run had no privacy.
+    Return None if a run had no privacy. Privacy spent in earlier training of the starting weights
+    counts once, even if several runs start from these weights.
 
-    This figure holds for every observer, however the best run is chosen. A smaller one exists only
-    for somebody who sees nothing but the chosen model of a random number of trials.
+    The value holds for every observer and for every way to choose the best run. A smaller epsilon
+    is known only if the number of trials is random and only the chosen model is seen.
     """
     history: list[tuple[Mechanism, int]] = []
     starts: dict[tuple[Any, ...], Prior] = {}
@@ -202,10 +207,10 @@ def composed_epsilon(folders: Sequence[Path]) -> float | None:
 
 
 def _start_of(folder: Path) -> tuple[Any, Any]:
-    """Return the weights and the adapter that a trial began with.
+    """Return the paths of the weights and of the adapter that a trial began with.
 
-    A model that a program handed over was saved for each trial. Its weights are returned as None,
-    because they are equal in all trials.
+    A model from memory is saved once for each trial. Its path is returned as None, because the
+    weights are equal in all trials.
     """
     section = (read_settings(folder) or {}).get("model", {})
     weights = section.get("weights")

@@ -1,4 +1,4 @@
-"""The words of Python calls in errors, and the refusal of unknown keywords and wrong arguments."""
+"""Error messages that name Python keywords instead of configuration keys; checks of arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = {
     "class_weights": "model.class_weights",
     "algorithm": "algorithm.name",
 }
-# Keywords of other libraries, and what takes their place here.
+# Keywords of other libraries, each with the keyword of `fine_tune` to use instead.
 ELSEWHERE = {
     "batch_size": 'settings={"privacy.batch": 16}',
     "device": 'settings={"run.device": "cpu"}',
@@ -49,10 +49,10 @@ ELSEWHERE = {
 
 @contextmanager
 def python_words(options: Mapping[str, Any] | None = None, model: Any = None) -> Iterator[None]:
-    """Within this context, let errors name Python keywords, not keys and command-line options.
+    """Within this context, errors name Python keywords, not configuration keys or CLI options.
 
-    options  keywords of the call
-    model    the argument `model` of the call
+    options  keywords of the Python call, such as `fine_tune(...)`
+    model    the argument `model` of that call
     """
     with python_phrases():
         try:
@@ -63,14 +63,16 @@ def python_words(options: Mapping[str, Any] | None = None, model: Any = None) ->
 
 
 def in_python(sentences: Sequence[str]) -> tuple[str, ...]:
-    """Return sentences about a run with keywords in place of keys."""
+    """Return sentences about a run, with Python keywords in place of configuration keys."""
     return tuple(in_keywords(sentence, {}, None) for sentence in sentences)
 
 
 def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
-    """Return a sentence with the keyword in place of each key that a keyword sets.
+    """Return a sentence with Python keywords in place of configuration keys.
 
-    Keys that the user has named in `settings` stay.
+    Keys without a keyword stay, and so do keys that the user has written in `settings`.
+
+    options, model  the keywords and the argument `model` of the Python call
     """
     settings = options.get("settings")
     named = set(settings) if isinstance(settings, Mapping) else set()
@@ -85,8 +87,8 @@ def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
         return words.get(key, key.removeprefix("algorithm."))
 
     keys = "|".join(map(re.escape, words))
-    # A key in quotes is an entry of `settings`, after a colon a part of a method, after a slash
-    # a file.
+    # Do not replace keys in quotes (entries of `settings`), after a colon (parts of a method such
+    # as "dp-fedavg:lr=1") or after a slash (files).
     sentence = re.sub(
         rf"(?<![\w./:;'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
     )
@@ -94,7 +96,7 @@ def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
 
 
 def refuse_unknown(call: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise DpfedError for the first name that is no keyword of a call."""
+    """Raise DpfedError for the first of `names` that is no keyword of the function `call`."""
     for name in names:
         if name not in known:
             remedy = f": give {ELSEWHERE[name]}" if name in ELSEWHERE else nearest(name, known)

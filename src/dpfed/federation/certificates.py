@@ -1,4 +1,4 @@
-"""The validity of certificate files. A certificate that has expired is refused."""
+"""The dates between which certificate files are valid. An expired certificate is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cryptography import x509
 from dpfed.errors import DpfedError, counted
 from dpfed.federation.keys import AUTHORITY, SERVER
 
-# A certificate that is valid for fewer days gets the advice to renew it.
+# If a certificate is valid for fewer days than this, the user is advised to renew it.
 SOON_DAYS = 30
 
 
 @dataclass(frozen=True)
 class Validity:
-    """The validity of a certificate file."""
+    """The time from `start` to `end` in which a certificate file is valid."""
 
     path: Path
     start: datetime
@@ -44,7 +44,7 @@ class Validity:
 
 
 def validity(path: Path) -> Validity:
-    """Return the validity of a certificate file; raise DpfedError unless it is in PEM format."""
+    """Return the dates of a certificate file; raise DpfedError if it is not in PEM format."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as error:
@@ -55,7 +55,7 @@ def validity(path: Path) -> Validity:
 
 
 def check_valid(path: Path) -> None:
-    """Raise DpfedError if a certificate cannot be used now."""
+    """Raise DpfedError if a certificate file has expired or is not valid yet."""
     found = validity(path)
     problem = found.problem(datetime.now(UTC))
     if problem is not None:
@@ -66,7 +66,7 @@ def check_valid(path: Path) -> None:
 
 
 def check_server(folder: Path) -> None:
-    """Raise DpfedError if a certificate of a server's key folder is missing or has expired."""
+    """Raise DpfedError if a certificate in a server's key folder is missing or has expired."""
     for name in (AUTHORITY, SERVER):
         path = folder / name
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Read and check client.toml, the configuration of one real client.
+"""Read and check client.toml, the configuration of one real (not simulated) client.
 
 [client]  the client's name, its state folder and the servers that it answers
 [policy]  the client's privacy budget, and the limits that a request must keep
@@ -69,8 +69,8 @@ class Policy:
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
-    # Example: 2,000 Adam steps at rate 0.001 move a vector of a million numbers by about 50, and by
-    # at most 2,000 (L2 norm). The default of 10,000 is enough for longer runs, too.
+    # Example: 2,000 Adam steps at learning rate 0.001 change a model of a million numbers by about
+    # 50, and by at most 2,000 (Euclidean norm). The default of 1e4 is enough for longer runs, too.
     max_distance: Annotated[
         float,
         Gt(0),
@@ -116,7 +116,7 @@ class ClientConfig:
 
 
 def unit_of(config: ClientConfig) -> str:
-    """Return the name of the client's protected unit: its unit column, or "record"."""
+    """Return the name of the unit that epsilon protects: the data's unit column, or "record"."""
     return config.data.unit_column or "record"
 
 

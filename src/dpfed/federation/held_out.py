@@ -1,8 +1,8 @@
 """Noised counts of right answers on held-out units, for federations without a public test set.
 
-A client never trains on its held-out units. A column of the data or a keyed hash of the unit
-decides if the unit is held out. Adding or removing one unit therefore never changes this decision
-for another unit.
+A unit is one record, or all records of one person. A client never trains on its held-out units. A
+column of the data or a keyed hash of the unit decides if the unit is held out. Adding or removing
+one unit therefore never changes this decision for another unit.
 
 If a share r of a unit's records is answered correctly, the unit adds r to the right count and 1 - r
 to the wrong count. The Euclidean norm of this contribution is at most 1. Both counts get Gaussian
@@ -10,9 +10,9 @@ noise of standard deviation sigma. Together the counts are one Gaussian mechanis
 multiplier sigma that uses every unit (q = 1). The wrong count thus costs no additional privacy. The
 sum of both counts gives the server the noised number of units.
 
-Each unit is either trained on or held out, but the client charges training and counts to the same
-ledger. The ledger's total is therefore an upper bound for every unit, even if the split changes
-later.
+Each unit is either trained on or held out, but the client records the privacy loss of training and
+of counts in one ledger. The ledger's total is therefore an upper bound for every unit, even if the
+split into training and held-out units changes later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dpfed.privacy.published import show_loss, show_score
 from dpfed.privacy.record_batch import Records
 from dpfed.training.run_folder.atomic_file import write_file
 
-# Charges for noised counts have this value as `part` in the ledger.
+# Value of `part` in a client's ledger for the privacy loss of noised counts.
 PART = "evaluate"
 KEY = "held-out.key"
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -159,8 +159,8 @@ def noised_counts(
     Both counts are multiples of `COUNT_STEP`.
 
     sigma  standard deviation of the noise on each count
-    draws  draws the records' places in passes with exact isolation, so that no unit influences the
-           answers for other units (privacy/isolation/turns.py); None for passes of many records
+    draws  draws the records' positions in batches of a fixed shape, so that no unit influences the
+           answers for other units (privacy/isolation/turns.py); None for batches of many records
     """
     records, shards = held_out.records, held_out.shards
     assert model.task.correct is not None
@@ -174,7 +174,7 @@ def noised_counts(
     shares = np.zeros(count)
     for record in passes:
         used = record >= 0
-        # An empty place repeats a record, and its answer is not used.
+        # An empty position in the batch repeats another record, and its answer is not used.
         filled = np.where(used, record, record.max())
         inputs, labels = records.take(torch.from_numpy(filled).to(theta.device))
         correct = model.task.correct(model.scores(theta, inputs), labels)

@@ -1,4 +1,4 @@
-"""Keys for a trial: a certificate authority, the server's certificate, and a key pair per client.
+"""Make keys for a trial federation: a certificate authority, the server's key, the clients' keys.
 
     DIR/ca.crt  ca.key               the authority; ca.key signs server certificates only
     DIR/server.crt  server.key       certificate and key of `dpfed server --keys DIR`
@@ -6,8 +6,8 @@
     DIR/NAME/client.key  ca.crt      the folder that is handed to client NAME only, with a
              client.toml README      client.toml to fill in
 
-In a real federation each client makes its own pair with `dpfed keys DIR --client NAME`. The client
-sends only the public key to the server.
+In a real federation, each client makes its own key pair with `dpfed keys DIR --client NAME`. The
+client then sends only the public key to the server.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ SERVER = "server.crt"
 SERVER_KEY = "server.key"
 CLIENTS = "clients"
 CLIENT_KEY = "client.key"
-# No client may have these names. DIR has a folder with each client's name, and these names are
-# taken by other files and folders.
+# Names that no client may have, because files and folders with these names are in DIR. A folder
+# with each client's name is in DIR, too.
 RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, README)
-# Processes of one machine connect to each other by these host names.
+# Host names by which processes on one machine connect to each other.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 LOCAL_DAYS = 3650
 
@@ -56,8 +56,9 @@ LOCAL_DAYS = 3650
 def make_all(
     folder: Path, host: str, clients: Sequence[str], days: int = 365, server: str = "server"
 ) -> list[Path]:
-    """Write the folders of all sites into a new or empty folder, and return the files' paths.
+    """Write the keys and files of the server and all clients; return the paths of the files.
 
+    folder  a new or empty folder
     host    host name or address of the server
     days    days for which the certificates are valid
     server  name of the server in requests, `federation.server`
@@ -88,7 +89,7 @@ def make_all(
 def make_client(folder: Path, name: str) -> list[Path]:
     """Write the key pair of one client into a new or empty folder, and return both paths.
 
-    The client gives only NAME.pub to the server.
+    The client gives only the public key, NAME.pub, to the server.
     """
     check_names([name])
     _refuse_used(folder)
@@ -97,9 +98,10 @@ def make_client(folder: Path, name: str) -> list[Path]:
 
 
 def make_local(folder: Path) -> tuple[Path, Path, Path]:
-    """Write a new authority's certificate, and a certificate and its key for this machine alone.
+    """Write files for TLS on this machine alone, and return their paths.
 
-    Return the three paths. Files of an earlier call are replaced. The authority's key is not kept.
+    These are the certificate of a new authority, and a server certificate with its key. Files of an
+    earlier call are replaced. The authority's key is not kept, so it can sign nothing else.
     """
     authority, certificate = _authority(LOCAL_DAYS)
     key, own = _server(authority, certificate, LOCAL[0], LOCAL_DAYS)
@@ -115,9 +117,9 @@ def make_local(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def public_key(path: Path) -> bytes:
-    """Return the public key in a file that `dpfed keys` or ssh-keygen wrote, in PEM format.
+    """Read a public key file of `dpfed keys` or ssh-keygen, and return the key in PEM format.
 
-    Flower reports the keys of connected nodes in the same format, so both can be compared.
+    Flower reports the keys of connected clients in PEM format, too, so both can be compared.
     """
     try:
         key = load_ssh_public_key(path.read_bytes())
@@ -135,7 +137,7 @@ def public_key(path: Path) -> bytes:
 
 
 def check_private(path: Path) -> None:
-    """Raise DpfedError if Flower cannot use a private key or if other users can read its file."""
+    """Raise DpfedError if Flower cannot use a private key file or if other users can read it."""
     try:
         key = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
@@ -252,7 +254,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _client_pair(name: str) -> tuple[bytes, bytes]:
-    """Return a new private key and its public key, both in OpenSSH's format."""
+    """Return a new private key and its public key for a client, both in OpenSSH's format."""
     key = ec.generate_private_key(CURVE)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
@@ -260,7 +262,7 @@ def _client_pair(name: str) -> tuple[bytes, bytes]:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
-    """Write files that only their owner can read, and return their paths.
+    """Write files into `folder` that only their owner can read, and return their paths.
 
     Raise DpfedError if a file exists already.
     """

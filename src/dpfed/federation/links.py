@@ -1,6 +1,7 @@
-"""Addresses of a federation, and the checks of its certificates and keys before it starts.
+"""Addresses in a federation, and checks of certificates and keys before it starts.
 
-Connections use TLS and keys. Without them, both sides must be on this machine.
+Connections use TLS, and keys identify the clients. Without TLS and keys (`--insecure`), server and
+clients must be on one machine.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def refuse_insecure(address: Address) -> None:
 
 
 def check_link(link: LinkSection, insecure: bool) -> Address:
-    """Return the server's address after checking the certificate and key files of [link].
+    """Return the server's address, after checking the files that [link] in client.toml names.
 
-    With `insecure`, no files are needed or checked, but the address must be on this machine.
+    These are a certificate and the client's private key. With `insecure`, no files are checked, but
+    the address must be on this machine.
     """
     address = address_of(link.address)
     if insecure:
@@ -88,7 +90,7 @@ def check_link(link: LinkSection, insecure: bool) -> Address:
 
 
 def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return the public key of each client, read from `folder`, in PEM format.
+    """Return the public key of each client in `names`, read from `folder`, in PEM format.
 
     Raise DpfedError if two clients share a key, because a key identifies exactly one client.
     """
@@ -103,7 +105,7 @@ def client_keys(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def need_flower() -> None:
-    """Switch telemetry off, and raise DpfedError if Flower is not installed."""
+    """Raise DpfedError if Flower is not installed. Also switch its telemetry off."""
     os.environ.update(QUIET)
     if find_spec("flwr") is None:
         raise DpfedError("a federation needs Flower: pip install 'dpfed[flower]'")

@@ -1,4 +1,4 @@
-"""Log lines with named values, which a log in JSON writes as fields."""
+"""Log lines that also carry named values, which a log in JSON format writes as fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Log = Callable[[str], None]
 
 
 class LogLine(str):
-    """A log line with named values, such as the round and the client.
+    """A text line for a log that also carries named values, such as the round and the client.
 
     event   name of the event
     fields  the values by name; each must be a JSON value
@@ -33,7 +33,7 @@ def to_stderr(line: str) -> None:
 
 
 def json_to_stderr(line: str) -> None:
-    """Write a line as one JSON object: time, event, message, and the values of the event."""
+    """Write a log line to stderr as a JSON object: time, event, message, and its named values."""
     fact: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
     if isinstance(line, LogLine):
         fact |= {"event": line.event, "message": str(line), **line.fields}

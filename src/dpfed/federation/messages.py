@@ -4,11 +4,10 @@
     header     JSON: name, dtype and shape of each tensor; `__metadata__` has all other fields
     numbers    the tensors, one after another
 
-The receiver checks the length before it reads the header. Nothing is unpickled, and bad bytes raise
-`MessageError` only. The receiver derives the expected layout
-(`training.messages.message_format`) from its own model and algorithm, never from the message. The
-fields of a message are the tensors that are sent. `read_fields` checks them against the layout and
-returns the vectors.
+The receiver checks the lengths before it reads the header. Pickle is not used, and invalid bytes
+raise no other error than `MessageError`. `read_fields` checks the tensors against the layout: the
+formats and lengths that they must have. The receiver derives the layout from its own model and
+algorithm, never from the message.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ from dpfed.training.messages.message_format import SCALE, Layout, decode
 FORMAT = 2
 HEADER_LIMIT = 1 << 20
 MAX_INTEGER = 2**62
-# Largest number of rounds, steps or clients. The product of two such numbers stays below 2^63.
+# Largest number of rounds, steps or clients. The product of two such numbers is below 2^63, so it
+# does not overflow int64.
 MAX_COUNT = 10**9
 MAX_ALGORITHM_VALUE = 1e6
-# Largest absolute value in a tensor, far above honest values. Stricter limits hold for theta (the
-# client's policy) and for deltas (`norm_limit` of the server).
+# Largest absolute value in a tensor, far above honest values. Stricter limits hold for the model
+# (`policy.max_distance` of a client) and for its changes (`norm_limit` of the server).
 MAX_TENSOR_VALUE = 1e10
 
-# The types of a message's numbers, as safetensors and torch name them.
+# Number types that a message may use: names in safetensors, with the types of torch.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8}
 DTYPE_OF_FORMAT = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 Name = Annotated[str, MinLen(1), MaxLen(200)]
@@ -62,7 +62,7 @@ class MessageError(DpfedError):
 
 @dataclass(frozen=True)
 class ClippingTerms:
-    """The fields of `privacy.clipping.Clipping`, limited to values that protect a record."""
+    """The clipping rule in a request: the fields of `Clipping`, limited to safe values."""
 
     mode: Literal["flat", "automatic", "quantile"]
     stability: Annotated[float, Ge(1e-12), Le(1e6)]
@@ -76,7 +76,7 @@ class ClippingTerms:
 
 @dataclass(frozen=True)
 class AnyTerms:
-    """The fields that all requests have, except their tensors. All of them are public.
+    """The terms (all fields except tensors) that every request has. They are public.
 
     run, server, client  names of the run, of the server and of the client
     index       number of the client in the run's plan
@@ -85,8 +85,8 @@ class AnyTerms:
     round       number of the round, from 1
     algorithm   name and options of the algorithm
     model       hash of the frozen weights
-    rows, head  row count and last hash of the client's ledger, as in the client's last reply to the
-                server; 0 and "" before the first reply
+    rows, head  row count and last hash of the client's ledger (its record of spent privacy), as in
+                the client's last reply; 0 and "" before the first reply
     """
 
     run: Name
@@ -104,17 +104,20 @@ class AnyTerms:
 
 @dataclass(frozen=True)
 class Terms(AnyTerms):
-    """The fields of a request to train, except its tensors.
+    """The terms (all fields except tensors) of a request to train.
 
-    rounds, local_steps, clients, cohort  the schedule of the run
+    rounds, local_steps, clients, cohort  the schedule of the run; cohort is the number of clients
+                    in a round
     lr              learning rate of this round
-    rate, expected  sampling rate q_i and expected batch size B_i = q_i R_i of this client
-    sigma, clip     noise multiplier of each release, and clip norm C of this round
+    rate            sampling rate q of this client
+    expected        expected batch size: q times the client's declared number of units (records, or
+                    persons with all their records)
+    sigma, clip     noise multiplier of each noised sum, and clip norm of this round
     clipping        rule by which gradients are clipped
     grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
     equal_phi       True if the noise of all clients has the same variance
     used            last round in which the server used a message of this client; 0 if none
-    max_rounds      largest number of rounds of this client in the run; 0 for no cap
+    max_rounds      largest number of rounds of this client in the run; 0 for no limit
     upload, download  formats of the vectors in the reply and in this request
     """
 
@@ -138,7 +141,10 @@ class Terms(AnyTerms):
 
 @dataclass(frozen=True)
 class ScoringTerms(AnyTerms):
-    """The fields of a request for noised counts on held-out units, except its tensors.
+    """The terms (all fields except tensors) of a request for counts of right and wrong answers.
+
+    The client counts answers on held-out units (records, or persons with all their records), which
+    it never trains on, and adds noise.
 
     held_out  number of held-out units that the client has declared
     sigma     standard deviation of the noise on each count; one unit changes both counts together
@@ -151,10 +157,11 @@ class ScoringTerms(AnyTerms):
 
 @dataclass(frozen=True)
 class Receipt:
-    """The fields of a reply, except its tensors.
+    """The receipt of a request: all fields of a reply except tensors.
 
     request     SHA-256 hash of the request's bytes
-    rows, head  row count and last hash of the client's ledger after the charge for this reply
+    rows, head  row count and last hash of the client's ledger (its record of spent privacy), after
+                the entry for this reply
     """
 
     run: Name
@@ -167,7 +174,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to train; `fields` has the tensors that the server sends, by name."""
+    """A request to train. `fields` has the tensors that the server sends, such as the model."""
 
     terms: Terms
     fields: dict[str, Tensor]
@@ -175,7 +182,10 @@ class Request:
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """A request for noised counts of right and wrong answers; `fields` has the model's `theta`."""
+    """A request for noised counts of right and wrong answers of a model.
+
+    fields  the trained parameters of the model as one vector, under the name "theta"
+    """
 
     terms: ScoringTerms
     fields: dict[str, Tensor]
@@ -187,7 +197,7 @@ class Reply:
     fields: dict[str, Tensor]
 
 
-# For each kind of message: the class of the message, and the class of its public terms.
+# For each kind of message: the class of the message, and the class of its fields except tensors.
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "request": (Request, Terms),
     "scoring": (ScoringRequest, ScoringTerms),
@@ -208,13 +218,13 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
     tensors = {
         name: value.detach().cpu().contiguous().clone() for name, value in message.fields.items()
     }
-    # Store all terms under one key: safetensors does not keep the order of several keys, and equal
-    # messages must have equal bytes.
+    # Store all terms under one key, because safetensors does not keep the order of several keys.
+    # Equal messages must have equal bytes.
     return save_tensors(tensors, metadata={"dpfed": text})
 
 
 def unpack_request(data: bytes, limit: int) -> Request | ScoringRequest:
-    """Return the request that `data` contains; it may have at most `limit` bytes.
+    """Return the request that `data` contains; `data` may have at most `limit` bytes.
 
     This function does not check the tensors. The caller has to do this with `read_fields`.
     """
@@ -227,12 +237,12 @@ def unpack_reply(
 ) -> Reply:
     """Return the reply that `data` contains, after checking that it answers the request.
 
-    The fields of the result are float32 vectors.
+    The tensors of the returned reply are float32 vectors.
 
-    layout      the vectors that the reply must have, with their formats
+    layout      formats and lengths of the vectors that the reply must have, by name
     terms       terms of the request
     request     hash of the request's bytes
-    norm_limit  largest allowed Euclidean norm of the tensor `delta`
+    norm_limit  largest allowed Euclidean norm of the tensor `delta`, the change of the model
     """
     limit = 8 + HEADER_LIMIT + sum(field.bytes for field in layout.values())
     reply: Reply = _unpack(data, limit, ("reply",))
@@ -254,10 +264,11 @@ def unpack_reply(
 
 
 def read_fields(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Return the float32 vectors of a message from the tensors that were sent.
+    """Check the tensors `sent` in a message, and return them as float32 vectors.
 
-    Raise MessageError if tensors have wrong names, formats, lengths or values. `layout` comes from
-    the receiver's own model and algorithm, never from the message.
+    Raise MessageError if tensors have wrong names, formats, lengths or values.
+
+    layout  expected formats and lengths by name, derived from the receiver's own model
     """
     for name, field in layout.items():
         found = sent[name].dtype if name in sent else DTYPE_OF_FORMAT[field.format]
@@ -274,7 +285,7 @@ def read_fields(sent: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]
             _check_scales(name, value)
     fields = decode(sent, layout)
     for name, value in fields.items():
-        # This norm is the largest absolute value, or NaN. It needs no copy of the vector.
+        # The infinity norm is the largest absolute value, or NaN, and needs no copy of the vector.
         largest = float(torch.linalg.vector_norm(value, math.inf)) if len(value) else 0.0
         if not math.isfinite(largest):
             raise MessageError(f"{name} holds numbers that are not finite")
@@ -289,7 +300,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _sent_sizes(layout: Layout) -> dict[str, int]:
-    """Return the length of each tensor that is sent, by name."""
+    """Return the length of each tensor in a message, by name, including the scales of int8 ones."""
     sizes = {name: field.size for name, field in layout.items()}
     scales = {name + SCALE: field.scales for name, field in layout.items() if field.scales}
     return sizes | scales
@@ -305,7 +316,7 @@ def _check_scales(name: str, scales: Tensor) -> None:
 
 
 def _unpack(data: bytes, limit: int, kinds: tuple[str, ...]) -> Any:
-    """Return the message in `data`, which must be of one of these kinds.
+    """Return the message in `data`; raise MessageError if its kind is not in `kinds`.
 
     All sizes are checked before anything is parsed.
     """
@@ -381,6 +392,6 @@ def _parse_terms(cls: type[Any], table: dict[str, Any]) -> Any:
 
 
 def _leaves(terms: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field. If a value is a table, yield its items instead."""
+    """Yield (name, value) of each field; if a value is a table, yield its items instead."""
     for name, value in dataclasses.asdict(terms).items():
         yield from value.items() if isinstance(value, dict) else [(name, value)]

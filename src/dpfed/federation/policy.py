@@ -1,6 +1,6 @@
-"""The rules by which a client refuses requests.
+"""The rules of a client's policy, by which it refuses requests of the server.
 
-Each rule returns None to accept the request, or the reason to refuse it.
+Each function `check_...` returns None to accept the request, or the reason to refuse it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dpfed.privacy.accounting.rdp import rdp_epsilon
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.published import show_loss, show_setting
 
-# All charges of a ledger: pairs of a mechanism and the number of its releases.
+# The privacy that a client has spent: pairs of a mechanism and the number of its releases.
 History = Sequence[tuple[Mechanism, int]]
 Rule = tuple[bool, str]
 # The server receives this text instead of an error message that could contain private data.
@@ -34,16 +34,16 @@ class PublicError(DpfedError):
 class RefusedError(PublicError):
     """An error for a refused request.
 
-    A client raises it before it charges or computes anything. In the server, it contains the text
-    that a client sent instead of a reply.
+    A client raises it before it spends privacy budget or computes anything. In the server, it
+    contains the text that a client sent instead of a reply.
     """
 
 
 def public_text(error: BaseException) -> str:
     """Return the text that the server may see about an error.
 
-    This is the message of a public error. For any other error it is `FAILURE`, because the message
-    could name a record or a path.
+    This is the message of `PublicError` and `MessageError`. For any other error it is `FAILURE`,
+    because the message of that error could name a record or a path.
     """
     if isinstance(error, PublicError | MessageError):
         return str(error)
@@ -69,9 +69,9 @@ def check_sender(terms: AnyTerms, config: ClientConfig) -> str | None:
 
 
 def check_model(model: str, terms: AnyTerms, policy: Policy) -> str | None:
-    """Return None, or the reason to refuse if the request names another model.
+    """Return None, or the reason to refuse if the request is for another model.
 
-    `model` is the hash of this client's frozen weights.
+    model  hash of the frozen weights of this client's model
     """
     return _first_violation(
         (terms.model == model, "its model has other frozen weights than [model] of this client"),
@@ -85,9 +85,10 @@ def check_model(model: str, terms: AnyTerms, policy: Policy) -> str | None:
 def check_training(
     terms: Terms, policy: Policy, mechanism: Mechanism, history: History
 ) -> str | None:
-    """Return None or the reason to refuse a request to train.
+    """Return None, or the reason to refuse a request to train.
 
-    Each local step is charged as one release of `mechanism`. `history` has all earlier charges.
+    mechanism  the mechanism that one local step spends
+    history    mechanisms that this client has spent so far
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")
@@ -137,7 +138,7 @@ def check_training(
 def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None:
     """Return None, or the reason to refuse if the learning rate of the round is too large.
 
-    `base` is the value of `algorithm.lr`. No schedule may raise the rate of a round above it.
+    base  the value of `algorithm.lr`; a schedule must not raise the rate of a round above it
     """
     return _first_violation(
         (
@@ -151,11 +152,12 @@ def check_learning_rate(terms: Terms, base: float, policy: Policy) -> str | None
 def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
     """Return None, or the reason to refuse if `theta` is too far from `start`.
 
-    `theta` is `[P]` or `[1, P]`. `start` is the initial vector, which this client computes itself.
+    theta  the trained parameters, `[P]` or `[1, P]` for P numbers
+    start  their initial values, which this client has computed itself
     """
     distance = float((theta.double() - start.double()).norm())
     limit = policy.max_distance
-    # Accept only if distance <= limit: this comparison is False for NaN, so NaN is refused.
+    # The comparison is False for NaN, so a theta with NaN is refused.
     return _first_violation(
         (
             distance <= limit,
@@ -168,9 +170,12 @@ def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
 def check_scoring(
     terms: ScoringTerms, policy: Policy, mechanism: Mechanism, history: History
 ) -> str | None:
-    """Return None or the reason to refuse a request for noised counts on held-out records.
+    """Return None, or the reason to refuse a request for noised counts on held-out records.
 
-    Counts and training spend one privacy budget, `policy.max_epsilon`.
+    Counts and training together may spend `policy.max_epsilon`.
+
+    mechanism  the mechanism that the counts spend
+    history    mechanisms that this client has spent so far
     """
     sigma = show_setting(terms.sigma)
     reason = _first_violation(
@@ -192,13 +197,14 @@ def check_scoring(
 def check_spending(
     policy: Policy, mechanism: Mechanism, steps: int, history: History
 ) -> str | None:
-    """Return None or the reason why `steps` more releases would exceed policy.max_epsilon.
+    """Return None, or the reason to refuse if `steps` more releases exceed policy.max_epsilon.
 
-    Each step is charged as one release of `mechanism`. `history` has all earlier charges.
+    mechanism  the mechanism that each of the releases spends
+    history    mechanisms that this client has spent so far
     """
     spent = [*history, (mechanism, steps)]
-    # Try the Rényi bound first: it is never below the exact epsilon and a hundred times faster. The
-    # exact epsilon is computed only if the bound exceeds the limit.
+    # Try the Rényi bound first, which is a hundred times faster. It is never below the exact
+    # epsilon, so a bound within the limit is sufficient.
     if rdp_epsilon(spent, policy.delta) <= policy.max_epsilon:
         return None
     after = epsilon(spent, policy.delta)

@@ -1,4 +1,4 @@
-"""The files of one site besides its keys: a client.toml to fill in, and a README of two lines."""
+"""The files that a client's site gets besides its keys: a client.toml to fill in, and a README."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ Keep ca.key and server.key private; `dpfed doctor --keys .` shows when certifica
 
 
 def site_files(name: str, host: str, server: str, authority: str, key: str) -> dict[str, bytes]:
-    """Return the files of a client's folder, by name.
+    """Return the contents of client.toml and README for a client, by file name.
 
+    name       name of the client
     host       host name of the server
     server     name of the server in requests, `federation.server`
-    authority  name of the authority's certificate in the folder
-    key        name of the private key in the folder
+    authority  file name of the certificate of the authority that signs the server's certificate
+    key        file name of the client's private key
     """
     address = f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
     tables = {

@@ -1,4 +1,7 @@
-"""The arms of a study. An arm is a method or variant of a method, with overrides and tuned keys."""
+"""The arms of a study, which are compared in a table.
+
+An arm is a method, or a variant of a method, with its settings and the learning rates to tune.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dpfed.errors import DpfedError, phrase
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
-# Order of the methods as in the paper's tables. The reference method comes last.
+# Order of the methods in tables, as in the DP-FedAdamW paper. REFERENCE comes last.
 ORDER = (
     "dp-fedavg",
     "dp-scaffold",
@@ -36,13 +39,13 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, or a variant of a method.
+    """An arm of a study: a method, or a variant of a method, with its settings.
 
     label        name of the arm in tables
-    overrides    changes of the configuration, `key=value` as on the command line
-    grids        tuned keys of [algorithm], and the values with which their search begins
+    overrides    changes of the study's base configuration, `key=value` as on the command line
+    grids        learning rates to tune, such as "lr", each with the values that are tried first
     row, column  position in the table of a preset; without a preset there is one column
-    reference    label of the arm with which this arm's accuracy is compared
+    reference    label of the arm with which this arm's score is compared
     """
 
     label: str
@@ -57,9 +60,9 @@ class Arm:
         return tuple(self.grids.values())
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
-        """Return the configuration `base`, changed by the arm's overrides and by `point`.
+        """Return the configuration `base` with the arm's overrides and the learning rates `point`.
 
-        point  one value for each tuned key, in the order of `grids`
+        point  one value for each learning rate in `grids`, in this order
         """
         tables = overlay(dict(base), overrides_layer(self.overrides))
         rates = {"algorithm": dict(zip(self.grids, point, strict=True))}
@@ -74,9 +77,9 @@ def parse_arms(
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
-    """Parse `--algorithms`. Return, by label, the text `NAME` or `NAME:key=value` of each arm.
+    """Parse the option `--algorithms`. Return a text `NAME` or `NAME:key=value` for each label.
 
-    Commas separate methods and variants. The word `all` stands for every method.
+    Commas separate methods and variants of methods. The word `all` means every method.
     Example: "dp-fedavg,dp-fedadamw:gamma=0;agg=off".
     """
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
@@ -96,12 +99,12 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
 
 
 def everything(base: Config, registry: Registry) -> list[str]:
-    """Return the labels of all methods and of those variants in SHORT that fit `base`."""
+    """Return the labels of all methods, and of variants in SHORT that suit the configuration."""
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
         # This variant of DP-FedSAM spends as much epsilon as the other methods. With a target
-        # epsilon no variant is needed, because all methods then spend the target.
+        # epsilon it is not needed, because every method then spends the target.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)
@@ -117,10 +120,10 @@ def make_arm(
 ) -> Arm:
     """Return the arm that a text `NAME` or `NAME:key=value;key=value` describes.
 
-    Keys without a dot belong to [algorithm].
+    Keys without a dot belong to the configuration section [algorithm].
 
-    grids  by label or method, the values with which the search begins; without an entry, the
-           search begins with the method's default values
+    grids  learning rates that the search tries first, by label or method; without an entry, these
+           are the default rates of the method
     place  for a preset: the arm's fields row, column and reference
     """
     name, _, changes = text.partition(":")
@@ -148,9 +151,10 @@ def make_arm(
 
 
 def parse_grids(items: Sequence[str], registry: Registry) -> dict[str, tuple[float, ...]]:
-    """Parse items `NAME=v1,v2,...` of `--lr`; return the values with which each search begins.
+    """Parse items `METHOD=v1,v2,...` of the option `--lr`. Return the learning rates by method.
 
-    An item NAME.server_lr=v1,v2,... gives the values of the server learning rate.
+    The search tries these rates first. An item METHOD.server_lr=v1,v2,... is for the learning rate
+    of the server.
     """
     out = {}
     for item in items:

@@ -1,4 +1,4 @@
-"""Run the tasks of a study in this process, for models and data that a program holds in memory."""
+"""Compute the runs of a study in this process, so that models and data can stay in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfed.training.job.job_cache import JobCache
 
 
 class InProcess:
-    """A runner without worker processes. `start` returns when the task has ended."""
+    """A `Runner` without worker processes. `start` returns only after the run has ended."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[str, str | None]] = deque()
@@ -27,12 +27,12 @@ class InProcess:
         self.start_pack([(task, folder)])
 
     def start_pack(self, pack: Sequence[tuple[Task, Path]]) -> None:
-        """Compute several runs together."""
+        """Compute several runs together, and return when all have ended."""
         requests = [(task.key, task.tables, str(folder), task.tuning) for task, folder in pack]
         run_pack(
             requests, self._sources, self._cache, lambda key, said: self._ended.append((key, said))
         )
 
     def wait(self) -> tuple[str, str | None]:
-        """Return the key of a run that has ended, and None or a sentence about what failed."""
+        """Return the key of a run that has ended, and None or a sentence about its failure."""
         return self._ended.popleft()

@@ -34,13 +34,13 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class Task:
-    """The description of one run.
+    """The description of one run of a study.
 
     key     hash of the configuration, and name of the run's folder
     label   the run in words, for progress lines
-    tables  the configuration
-    tuning  True for a run of the search, whose model is not kept
-    cost    relative duration: the longest runs start first
+    tables  the configuration, one table for each section
+    tuning  True for a run that searches for learning rates; its model is not kept
+    cost    estimated duration relative to other runs, because the longest runs start first
     """
 
     key: str
@@ -52,17 +52,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one run.
+    """The result of one run of a study.
 
-    accuracy, loss  values of the last scored round; 0 and infinity for a run that diverged.
-                    Regression has no accuracy, so it is None
-    r2              share of the test numbers' variance that the model explains; None for other
-                    tasks, and for a run that diverged
+    accuracy, loss  values after the last scored round; 0 and infinity for a run that diverged. For
+                    regression, accuracy is None
+    r2              for regression: fraction of the variance of the labels that the model explains;
+                    None for other tasks, and for a run that diverged
     other           further scores of the task, by name
     records         number of test records that were scored
     blind           accuracy and loss of a model that ignores its input; 0 if unknown
-    diverged        True if training values were no longer finite
-    epsilon         epsilon by view; None without privacy
+    diverged        True if a training value became infinite or NaN
+    epsilon         epsilon by observer, such as "third_party"; values are None without privacy
     guarantee       the privacy guarantee in words
     traffic         numbers and bytes that one client sends and receives in a round
     curve           (round, score) of every scored round; the score is accuracy or R2
@@ -83,7 +83,7 @@ class Outcome:
     failed: str | None = None
 
     def main(self, measure: Measure) -> float | None:
-        """Return the score by which methods are compared."""
+        """Return the score by which methods are compared: accuracy, or R2 for regression."""
         return self.accuracy if measure is ACCURACY else self.r2
 
     @property
@@ -102,9 +102,10 @@ def key_of(tables: Mapping[str, Any]) -> str:
 def blind_of(result: Mapping[str, Any]) -> tuple[float, float]:
     """Return the accuracy and loss of the best model that ignores its input.
 
-    The accuracy is the share of the largest class. The loss is the entropy of the class shares.
-    With several labels for a record, both are means over the labels. The loss of regression is the
-    variance of the numbers, and there is no accuracy, so it is 0.
+    Such a model always predicts the largest class. Its accuracy is the frequency of this class, and
+    its loss is the entropy of the class frequencies. With several classes per record, both values
+    are means over the classes. For regression, the loss is the variance of the labels, and the
+    accuracy is 0.
     """
     if result.get("task") == "regress":
         loss, r2 = result["test_loss"], result["test_r2"]
@@ -128,16 +129,17 @@ def _entropy(shares: Sequence[float]) -> float:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """Return the outcome of an ended run from its folder.
+    """Return the outcome of an ended run from the files in its folder.
 
-    Return None if the run has not ended, was made by other versions, or has damaged files.
+    Return None if the run must be repeated: it has not ended, was made by other versions of the
+    software, or has damaged files.
     """
     try:
         result = read_result(folder)
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        # If the last line is damaged, the rows end before the last round: repeat such a run.
+        # A damaged last line is skipped. Then the last round is missing, and the run is repeated.
         if rows[-1]["round"] != result["rounds"]:
             return None
         measure = measure_of(str(result.get("task")))
@@ -145,7 +147,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         if measure is R2 and result["test_r2"] is None:
             if result["test_loss"] is not None:
                 return Outcome(failed=NO_R2)
-            # A loss that is not finite has no R2.
+            # Neither R2 nor loss is stored if the loss is infinite or NaN.
             diverged = True
         scored = [row for row in rows if row.get(measure.key) is not None]
         curve = tuple((int(row["round"]), float(row[measure.key])) for row in scored)
@@ -170,7 +172,7 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def _other_scores(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite scores of a task that its table shows beside the main score."""
+    """Return the further finite scores that a table shows for this task, such as macro_f1."""
     metrics = result.get("metrics") or {}
     names = OTHER_SCORES.get(str(result.get("task")), ())
     found = {name: float(metrics[name]) for name in names if metrics.get(name) is not None}
@@ -180,8 +182,8 @@ def _other_scores(result: Mapping[str, Any]) -> dict[str, float]:
 def _plausible(found: Outcome) -> bool:
     """Return True if all values are possible.
 
-    A file with an impossible value, such as an accuracy above 1, is damaged. The study then repeats
-    the run.
+    An impossible value, such as an accuracy above 1, shows that a file is damaged. The study then
+    repeats the run.
     """
     figures = [value for value in found.epsilon.values() if value is not None]
     counts = list((found.traffic or {}).values())
@@ -200,7 +202,7 @@ def _plausible(found: Outcome) -> bool:
 def clear(folder: Path) -> None:
     """Remove the folder of an interrupted run, if it exists.
 
-    Nothing is lost: the run is a seeded simulation and can be repeated.
+    No result is lost: the run is a seeded simulation, which can be repeated exactly.
     """
     for pause_s in (0.2, 1.0, 5.0):
         if not folder.exists():
@@ -208,7 +210,7 @@ def clear(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
         except OSError:
-            # Try again after a pause: a worker of a killed study may still be writing.
+            # Try again after a pause: a worker of a killed study may still be writing files.
             time.sleep(pause_s)
     if folder.exists():
         raise DpfedError(
@@ -217,7 +219,7 @@ def clear(folder: Path) -> None:
 
 
 def cost_of(config: Config) -> float:
-    """Return a number that is proportional to the per-record gradients of a run."""
+    """Return a value proportional to the number of per-record gradients that a run computes."""
     run = config.run
     uses = config.algorithm.releases
     batch = config.privacy.batch or (config.privacy.rate or 0) * 1000

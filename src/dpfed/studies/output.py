@@ -1,4 +1,8 @@
-"""Write the files of a finished study: its table in four formats, its curves, and the search."""
+"""Write the files of a finished study.
+
+These are the table of results in four formats, plots of the score over rounds, and the scores of
+the search for learning rates.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +75,14 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], study: Study) -> Row:
 
 
 def _scores(result: ArmResult, measure: Measure) -> tuple[float, ...]:
-    """Return the score of each seed. Return () if a run that diverged has no score."""
+    """Return the scores of an arm's runs, one per seed; () if a diverged run has no score."""
     found = [outcome.main(measure) for outcome in result.reported]
     scores = tuple(score for score in found if score is not None)
     return scores if len(scores) == len(found) else ()
 
 
 def _other_means(result: ArmResult) -> dict[str, float | None]:
-    """Return the means over the seeds of other scores; None if a seed has no such score."""
+    """Return, by name, the mean of each further score over the seeds; None if a run lacks it."""
     reported = result.reported
     names = dict.fromkeys(name for outcome in reported for name in outcome.other)
     out: dict[str, float | None] = {}
@@ -89,9 +93,11 @@ def _other_means(result: ArmResult) -> dict[str, float | None]:
 
 
 def _largest_epsilon(result: ArmResult, view: str) -> float | None:
-    """Return the largest epsilon of a view over the seeds, None without privacy.
+    """Return the largest epsilon of an arm's runs against one observer; None without privacy.
 
     The epsilons can differ, because each seed gives the clients other numbers of records.
+
+    view  name of the observer, such as "third_party"
     """
     found = [outcome.epsilon.get(view) for outcome in result.reported]
     return max((epsilon for epsilon in found if epsilon is not None), default=None)
@@ -141,15 +147,15 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def failures(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each arm that could not be run: its label, and the reason."""
+    """Return a line for each arm that failed: its label, and the reason."""
     return [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
 
 
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
-    """Return the score curve of each arm, without the runs that stopped early.
+    """Return, for each arm, its scores over the rounds, without runs that stopped early.
 
-    axis  name of the setting that varies over the columns, for the panels' titles; "" for a
-          single panel
+    axis  setting that varies over the columns of the table; the plot then has one panel for each
+          column. "" for a single panel
     """
     out = []
     for result in results:
@@ -182,14 +188,14 @@ def search_csv(results: Sequence[ArmResult], measure: Measure = ACCURACY) -> str
 
 
 def _validation_score(score: Score) -> float | str:
-    """Return the accuracy of a point of the search, or R2; "" if R2 is not known."""
+    """Return the accuracy, or R2 for regression, of a score of the search; "" if R2 is unknown."""
     if score.accuracy is not None:
         return score.accuracy
     return 1 - score.loss / score.blind_loss if score.blind_loss else ""
 
 
 def write(study: Study, results: Sequence[ArmResult], out: Path) -> Table:
-    """Write all files of a study and return its table."""
+    """Write all files of a study into the folder `out`, and return the table of results."""
     table = table_of(study, results)
     several_rows = len({result.arm.row for result in results}) > 1
     curves = curves_of(results, study.axis if several_rows else "")

@@ -1,4 +1,4 @@
-"""Group the runs of a study into packs. One worker computes the runs of a pack together."""
+"""Group the runs of a study into packs: runs that one worker process computes together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dpfed.training.backends.batched_runs import pack_key
 
 
 class Packing(NamedTuple):
-    """The largest number of tasks in a pack, and the number of workers that share all tasks."""
+    """Limits for packs (groups of runs that one worker process computes together).
+
+    most     largest number of runs in a pack
+    workers  number of worker processes among which all runs are divided
+    """
 
     most: int = 1
     workers: int = 1
@@ -21,9 +25,10 @@ ALONE = Packing()
 
 
 def packs_of(tasks: Sequence[Task], packing: Packing, registry: Registry) -> list[list[Task]]:
-    """Return the tasks, divided into packs of runs that can share passes.
+    """Return the tasks, divided into packs (groups of runs that one worker computes together).
 
-    Packs are kept small so that every worker gets a pack, if there are enough tasks.
+    All runs of a pack can share forward and backward passes. If there are enough tasks, packs are
+    small enough for every worker to get one.
     """
     if packing.most == 1:
         return [[task] for task in tasks]

@@ -1,10 +1,10 @@
 """Worker processes that stay alive between runs, so that each imports its libraries once.
 
-A worker receives configurations and runs each into its folder. Its answer for each run is None, or
-a sentence that names the failure. Configurations that arrive in one message are a pack, whose runs
-the worker computes together.
-If a worker dies while it computes a pack, the pool repeats the unanswered runs one by one. Workers
-end with their parent, because workers that survive would write into folders of a resumed study.
+A worker receives configurations, trains with each, and writes the results into the run's folder.
+For each run it answers None, or a sentence that names the failure. Configurations in one message
+are a pack: the worker computes their runs together.
+If a worker dies while it computes a pack, the pool repeats its unfinished runs one by one. Workers
+end with their parent process: otherwise, they would write into the folders of a resumed study.
 Workers print nothing.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpfed.training.job.job_cache import JobCache
 
 
-# After an error with these words, the same process cannot use the GPU any more.
+# Text of errors after which a process cannot use the GPU any more.
 BROKEN = "CUDA error"
 STDOUT_AND_STDERR = (1, 2)
 WAIT_FOR_EXIT_S = 5
@@ -43,16 +43,19 @@ Request = tuple[str, Mapping[str, Any], str, bool]
 
 
 class Pool:
-    """Worker processes that run tasks. Call `start` as long as `free()` is True, then `wait`."""
+    """Worker processes that compute runs in parallel.
+
+    Call `start` or `start_pack` as long as `free()` is True, then `wait` for a result.
+    """
 
     def __init__(self, workers: int, gpus: int = 0) -> None:
         self.workers = workers
         self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[Worker] = []
-        # Busy workers, by the key of the first run in their pack.
+        # Busy workers, by the key of the first run that the worker was given.
         self._busy: dict[str, Worker] = {}
-        # Runs to repeat, because the worker of their pack has died.
+        # Runs to repeat, because their worker died while it computed several runs together.
         self._repeat: deque[tuple[Task, Path]] = deque()
 
     def __enter__(self) -> Self:
@@ -79,7 +82,7 @@ class Pool:
         self._busy[pack[0][0].key] = worker
 
     def wait(self) -> tuple[str, str | None]:
-        """Wait until a run ends. Return its key, and None or a sentence that names the failure."""
+        """Wait until a run ends. Return its key, and None or a sentence about its failure."""
         while True:
             while self._repeat and len(self._busy) < self.workers:
                 task, folder = self._repeat.popleft()
@@ -107,7 +110,7 @@ class Pool:
 
 
 class Worker:
-    """A worker process and the connection to it."""
+    """A worker process of the pool, and the connection to it."""
 
     def __init__(self, context: Any, number: int, gpu: str | None) -> None:
         self.number = number
@@ -115,7 +118,8 @@ class Worker:
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        # The new process inherits this setting and ignores Ctrl-C. Only the parent ends workers.
+        # The new process inherits this setting. Ctrl-C then stops only the parent process, which
+        # ends the workers.
         with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
@@ -124,7 +128,7 @@ class Worker:
         self.unanswered = {task.key: (task, folder) for task, folder in pack}
         self.packed = len(pack) > 1
         requests = [(t.key, dict(t.tables), str(folder), t.tuning) for t, folder in pack]
-        # Ignore a failed send: if the process has died, `Pool.wait` notices it.
+        # Ignore a failed send: `Pool.wait` notices a process that has died.
         with contextlib.suppress(OSError):
             self.connection.send(requests)
 
@@ -143,7 +147,10 @@ class Worker:
 
 
 def visible_gpu(number: int, gpus: int) -> str | None:
-    """Return the only GPU that a worker may use, or None if there are fewer than two GPUs."""
+    """Return the value of CUDA_VISIBLE_DEVICES for the worker `number`, which gets one GPU.
+
+    Return None if there are fewer than two GPUs.
+    """
     if gpus < 2:
         return None
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -163,7 +170,12 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def work(connection: Connection, gpu: str | None) -> None:
-    """Run packs until the connection closes. This is the main function of a worker process."""
+    """Receive packs of runs and compute them until the connection closes.
+
+    This is the main function of a worker process.
+
+    gpu  the only GPU that the worker may use; None for no restriction
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in STDOUT_AND_STDERR:
@@ -175,7 +187,7 @@ def work(connection: Connection, gpu: str | None) -> None:
 
     from dpfed.training.job.job_cache import JobCache
 
-    # Use one thread per process, so that sums do not depend on the number of cores.
+    # Use one thread per process, so that results do not depend on the number of cores.
     torch.set_num_threads(1)
     sources: dict[Any, Any] = {}
     cache = JobCache()
@@ -200,11 +212,11 @@ def run_pack(
     cache: JobCache,
     on_end: Callable[[str, str | None], None],
 ) -> None:
-    """Run several runs together, or a single run by itself.
+    """Compute a pack: several runs together, or a single run by itself.
 
-    sources  loaded data by their loader; they stay loaded for the next pack
+    sources  loaded data, by their configuration; they stay loaded for the next pack
     cache    objects that the previous pack has prepared, such as the model
-    on_end   receives the key of each ended run, and None or a sentence that names the failure
+    on_end   receives the key of each ended run, and None or a sentence about its failure
     """
     from dpfed.training.backends.batched_runs import run_batched
 
@@ -219,7 +231,8 @@ def run_pack(
             [job(request) for request in pack], cache, lambda i, said: on_end(pack[i][0], said)
         )
         return
-    # Keep the features of a frozen model, because computing them takes longer than training a head.
+    # If only a head is trained, keep the cache with the features that the frozen layers computed.
+    # Computing these features takes longer than training a head.
     keeps_features = tables.get("model", {}).get("train") == "head"
     if not keeps_features:
         cache.clear()
@@ -230,19 +243,19 @@ def run_pack(
 def cache_purpose(tables: Mapping[str, Any]) -> str:
     """Return a text that is equal for runs that can use the same cached objects.
 
-    These objects depend on the data, the model, the device and the precision.
+    Cached objects, such as the model, depend on the data, model, device and precision of a run.
     """
     run = tables.get("run", {})
     return repr((tables.get("data"), tables.get("model"), run.get("device"), run.get("precision")))
 
 
 def _source_of(config: Config, sources: dict[Any, Any]) -> Source:
-    """Return the loaded data of a run, from `sources` if they are there."""
+    """Return the data of a run: those in `sources` if they are there, else load them."""
     from dpfed.training.job.data import configured_source, label_task
 
     key = (config.data, label_task(config.model))
     if key not in sources:
-        # Keep only one source in memory, because data may be large.
+        # Keep only one data set in memory, because it may be large.
         sources.clear()
         sources[key] = configured_source(config.data, config.model)
     found: Source = sources[key]
@@ -257,13 +270,13 @@ def run_one(
     place: BatchedRun | None = None,
     cache: JobCache | None = None,
 ) -> str | None:
-    """Run one configuration. Return None, or a sentence that names the failure.
+    """Compute the run of one configuration. Return None, or a sentence that names the failure.
 
     A run that stopped early has not failed, because it has written its results.
 
-    sources  loaded data by their loader
-    place    object that connects the run with its pack, None for a single run
-    cache    objects that an earlier run has prepared, None to prepare all of them again
+    sources  loaded data, by their configuration
+    place    connects the run with the other runs of its pack; None for a single run
+    cache    objects that an earlier run has prepared, such as the model; None to prepare all anew
     """
     from dpfed.config import build
     from dpfed.privacy.oracle import out_of_memory
@@ -287,13 +300,15 @@ def run_one(
         return str(error)
     except Exception as error:
         if place is not None and str(error).startswith(BROKEN):
-            # Let the process end. The pool then repeats the runs of the pack one by one.
+            # Let this worker process end, because it cannot use the GPU any more. The pool then
+            # repeats the runs of the pack one by one.
             raise
         if place is None or not (isinstance(error, UnbatchableError) or out_of_memory(error)):
             return _defect(error)
-    # Remove the files of this attempt, because the run is repeated from its beginning.
+    # Remove the files of this attempt, because the run is repeated alone from its beginning.
     clear(folder)
-    # Raise after the `except` block. An error raised inside it would keep the model in memory.
+    # Raise after the `except` block: an error raised inside it refers to the first error, and
+    # through its traceback to the model, whose memory could not be freed.
     raise UnbatchableError
 
 
@@ -304,7 +319,7 @@ def _defect(error: Exception) -> str:
 
 
 def default_workers(device: str) -> tuple[int, int]:
-    """Return the number of workers (one per GPU, or one per core without GPUs) and of GPUs."""
+    """Return the number of workers and of GPUs: one worker per GPU, without GPUs one per core."""
     import torch
 
     if device != "cpu" and torch.cuda.is_available():

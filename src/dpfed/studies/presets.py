@@ -1,7 +1,8 @@
-"""Presets of `dpfed compare`: the paper's ablations and grids, for any configuration.
+"""Presets of `dpfed compare`: the experiments of the DP-FedAdamW paper, for any configuration.
 
-A preset is a list of arms, each in a row and a column of a table. Most values come from the paper.
-Every arm tunes its learning rate, because most of these settings also rescale the step.
+A preset is a list of arms (methods with their settings), each in a row and a column of a table.
+Most values come from the paper. The learning rate of every arm is tuned, because most of the varied
+settings also change the size of an update.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ Cells = list[tuple[str, str, str]]
 
 @dataclass(frozen=True)
 class Preset:
-    """An ablation or a grid of the paper.
+    """An experiment of the paper, as a table of arms (methods with their settings).
 
     title      title of the table
     axis       the setting that varies over the columns, empty for one column
-    methods    default methods of the rows, None if the preset fixes its arms
-    cells      makes the arms for a configuration and the methods of the rows
+    methods    methods of the rows, unless the user names others; None if the arms are fixed
+    cells      function that returns the arms, from a configuration and the methods of the rows
     reference  "row" or "row | column" of the arm with which all arms are compared; None compares
                each arm with the dp-fedadamw arm of its column
     """
@@ -43,7 +44,7 @@ class Preset:
 
 
 def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods], Cells]:
-    """Return a function that makes one arm for each pair of a method and a value of `key`."""
+    """Return a function that makes one arm for each method and each value of the setting `key`."""
     return lambda base, methods: [
         (label, show_setting(value), joined(arm, f"{key}={value}"))
         for label, arm in methods.items()
@@ -52,9 +53,9 @@ def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods]
 
 
 def joined(method: str, *changes: str) -> str:
-    """Return the text of a method or variant with further changes.
+    """Return the text of a method or variant, such as "dp-fedavg:lr=1", with further changes.
 
-    If a key occurs twice in the text, its last value counts.
+    If a key then occurs twice in the text, its last value counts.
     """
     name, _, own = method.partition(":")
     return f"{name}:{';'.join(filter(None, (own, *changes)))}"
@@ -72,7 +73,7 @@ def aggregation(base: Config, methods: Methods) -> Cells:
 
 
 def skew(base: Config, methods: Methods) -> Cells:
-    """Return a study of label skew: each method with several Dirichlet alphas and iid data."""
+    """Return arms to study label skew: each method with several Dirichlet alphas and iid data."""
     rule = _dirichlet_rule(base)
     columns: dict[str, tuple[str, ...]] = {
         show_setting(alpha): (rule, f"data.alpha={alpha}") for alpha in (0.1, 0.6, 0.8)
@@ -86,26 +87,26 @@ def skew(base: Config, methods: Methods) -> Cells:
 
 
 def clip_norms(base: Config, methods: Methods) -> Cells:
-    """Return arms with multiples of the configured clip norm.
+    """Return arms with 0.1 to 10 times the configured clip norm.
 
-    The paper's values are not used, because the scale of gradients depends on the model.
+    The paper's clip norms are not used, because the size of gradients depends on the model.
     """
     values = [float(f"{base.privacy.clip * factor:.3g}") for factor in (0.1, 0.3, 1, 3, 10)]
     return along("privacy.clip", values)(base, methods)
 
 
 def local_steps(base: Config, methods: Methods) -> Cells:
-    """Return arms with a quarter to four times the configured local steps, and equal rounds."""
+    """Return arms with 1/4 to 4 times the configured local steps; the rounds are not changed."""
     steps = base.run.local_steps
     values = sorted({max(1, steps // 4), max(1, steps // 2), steps, 2 * steps, 4 * steps})
     return along("run.local_steps", values)(base, methods)
 
 
 def diagnostics(base: Config, methods: Methods) -> Cells:
-    """Return the cells of a study of DP-FedAdamW's diagnostics.
+    """Return arms that record diagnostics of the training (`run.diagnostics`).
 
-    DP-FedAdamW has four cells: with or without noise, and with or without label skew. Two other
-    methods have one cell each, without noise.
+    DP-FedAdamW has four arms: with or without noise, and with or without label skew. Two other
+    methods have one arm each, without noise.
     """
     skews = {"non-IID": _dirichlet_rule(base), "IID": "data.partition=iid"}
     privacy: dict[str, tuple[str, ...]] = {"DP": (), "no DP": ("privacy.enabled=false",)}
@@ -165,7 +166,7 @@ def preset_arms(
 ) -> tuple[Preset, list[Arm]]:
     """Return the preset `name` and its arms.
 
-    algorithms  methods of the rows; None for the preset's own methods
+    algorithms  methods of the table's rows; None for the default methods of the preset
     """
     if name not in PRESETS:
         raise DpfedError(
@@ -194,7 +195,7 @@ def preset_arms(
 
 
 def _unchanged(arms: Sequence[Arm], name: str, base: Config, registry: Registry) -> str | None:
-    """Return the label of the arm that equals the base configuration, None if there is none."""
+    """Return the label of the arm that leaves the base configuration unchanged, or None."""
     plain = make_arm(name, name, registry, {})
     tables = to_dict(base)
     start = tuple(grid[0] for grid in plain.space)

@@ -1,4 +1,4 @@
-"""The question of a study: which methods are compared, how often, and from which rates on."""
+"""The user's options for a study: methods, number of seeds, and first learning rates."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dpfed.studies.arms import Arm, parse_arms, parse_grids, parse_names
 from dpfed.studies.presets import Grids, preset_arms
 from dpfed.studies.study import Study
 
-# These presets set the noise in their arms. The word `all` stands for other methods with sigma than
-# with a target epsilon, so `all` is expanded for this example of the preset's noise.
+# In these presets, each arm sets the noise. The list of methods that `all` means depends on whether
+# sigma or a target epsilon is set, so it is found with the override given here.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 
 @dataclass(frozen=True)
 class Question:
-    """The options of `dpfed compare` as texts and numbers.
+    """The question that a study answers: the options of `dpfed compare`.
 
-    algorithms    methods and variants, separated by commas; None for all of them
-    rates         NAME=v1,v2: values with which the search of a method begins
-    preset        name of an ablation or grid of the paper
-    seeds         number of reported seeds
+    algorithms    methods and variants, separated by commas; None for all methods
+    rates         texts METHOD=v1,v2: learning rates that the search tries first
+    preset        name of an experiment of the DP-FedAdamW paper, or None
+    seeds         number of runs of each method that are reported in the table
     search_seeds  number of seeds over which the search averages the score of a rate
-    about         the model and the data in words; None for their names
+    about         the model and the data in words, for the title; None for their names
     """
 
     algorithms: str | None = None
@@ -37,7 +37,7 @@ class Question:
 
 
 def study_from(base: Config, question: Question, known: Registry, given: str = "") -> Study:
-    """Return the study that the options `question` describe, with the configuration `base`.
+    """Return the study that `question` describes; its methods change the configuration `base`.
 
     given  hash of the data and the model that a program holds in memory; "" if none
     """
@@ -67,7 +67,7 @@ def study_from(base: Config, question: Question, known: Registry, given: str = "
 
 
 def _refuse_other_rates(arms: list[Arm], grids: Grids) -> None:
-    """Raise DpfedError if a grid is for a method that is not among the arms."""
+    """Raise DpfedError if `grids` has learning rates for a method that is not among the arms."""
     labels = [arm.label for arm in arms]
     first = [override for arm in arms for override in arm.overrides[:1]]
     methods = [override.removeprefix("algorithm.name=") for override in first]

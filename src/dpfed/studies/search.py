@@ -1,15 +1,18 @@
 """Search for the best learning rates, with the same number of runs for every method.
 
-A space has one grid per tuned key; a point is one value per key. Every method begins with as many
-points as the largest grid has values. Each further stage adds one point to every method:
+A tuned key is a learning rate of a method: `lr`, or `server_lr`. Each has a grid of first values.
+The space of a method is the grids of its keys. A point is one value for each key.
 
-    best value             next point
-    at an edge             outside the tried values, by the ratio of the grid's neighbours
-    between tried values   between the best value and its better neighbour
+Every method begins with as many points as the largest grid has values. Each further stage of the
+search adds one point to every method:
 
-There are at least `extra` further stages. While the best value of any method is at an edge, more
-stages follow, up to `limit`. The scores alone determine the next points, so an interrupted search
-can be resumed.
+    best value                       next point
+    smallest or largest tried value  outside the tried values, by the ratio of the grid's neighbours
+    between tried values             between the best value and its better neighbour
+
+There are at least `extra` further stages. While the best value of any method is at an edge (the
+smallest or largest tried value), more stages follow, up to `limit`. The scores alone determine the
+next points, so an interrupted search can be resumed.
 
 The best point has the lowest loss of all points within one standard error of the highest accuracy.
 Accuracy alone does not decide: on a small validation set many rates give equally many right
@@ -33,15 +36,15 @@ Point = tuple[float, ...]
 
 EXTRA = 2
 LIMIT = 5
-# A model has learned if its loss is below this share of the loss of a model that ignores its input.
+# A model has learned if its loss is below this fraction of the loss of a model that ignores its
+# input.
 TAUGHT = 0.98
-# If the user gives only one candidate value, the next values are this value times or divided by
-# this factor.
+# If the user gives only one learning rate, the next rates are this rate times or divided by LONE.
 LONE = math.sqrt(10)
 
 
 class Score(NamedTuple):
-    """The result of a point on the validation half of the public data.
+    """The score of a point (learning rates) on the validation half of the public test data.
 
     accuracy                    None for a task without accuracy
     error                       standard error of the accuracy
@@ -59,14 +62,16 @@ Scores = Mapping[Point, Score]
 
 
 def mean(scores: Sequence[Score]) -> Score:
-    """Return the mean score of several seeds.
+    """Return the mean of the scores that runs with several seeds reached.
 
-    All seeds are scored on the same records. The standard error of the mean is therefore at least
-    the average standard error of a seed. It is larger if the seeds' accuracies differ by more.
+    All runs are scored on the same records, so averaging does not remove the error from the choice
+    of the records. Therefore, the error is at least the mean of the runs' errors. It is larger if
+    the accuracies of the runs vary more.
     """
     count = len(scores)
     loss = sum(score.loss for score in scores) / count
-    # A seed that diverged may have no blind values. Take the blind values of another seed.
+    # A run that diverged may have no blind values (of a model that ignores its input), so take
+    # those of another run.
     informed = max(scores, key=lambda score: (score.blind_accuracy, score.blind_loss))
     accuracies = [score.accuracy for score in scores if score.accuracy is not None]
     if not accuracies:
@@ -78,7 +83,7 @@ def mean(scores: Sequence[Score]) -> Score:
 
 
 def largest(spaces: Sequence[Space]) -> int:
-    """Return the number of values of the largest grid."""
+    """Return the number of values in the largest grid of all spaces."""
     return max((len(grid) for space in spaces for grid in space), default=0)
 
 
@@ -89,14 +94,16 @@ def next_points(
     limit: int = LIMIT,
     first: int | None = None,
 ) -> list[list[Point]]:
-    """Return the points that each method runs next; all lists are empty at the end of the search.
+    """Return, for each method, the points to try next; all lists are empty when the search ends.
 
-    spaces  the grids of each method
-    scored  the scores of the points that each method has run
-    extra   number of stages after the first that are always run
-    limit   largest number of stages after the first
-    first   number of points of the first stage; None for the size of the largest grid in `spaces`.
-            Give the number if `spaces` lacks failed methods, whose grids may be larger.
+    A point is one learning rate for each tuned key.
+
+    spaces  the grids of each method: first values of its tuned keys
+    scored  the scores of the points that each method has tried
+    extra   number of further points that every method tries after the first points
+    limit   largest number of further points
+    first   number of first points; None for the size of the largest grid in `spaces`. Pass the
+            number if `spaces` lacks methods that failed, because their grids may be larger.
     """
     first = largest(spaces) if first is None else first
     tuned = [i for i, space in enumerate(spaces) if space]
@@ -110,9 +117,10 @@ def next_points(
 
 
 def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int) -> int:
-    """Return the number of points that every tuned method needs, according to the scores so far.
+    """Return the number of points that the search tries for every arm (method with its settings).
 
-    While a method has fewer points, the number can still grow, up to `first + limit`.
+    The number follows from the scores so far. Until all arms have been tried at that many points,
+    it can still grow, up to `first + limit`.
     """
     counts = [len(scores) for scores in scored]
     if not counts:
@@ -125,10 +133,10 @@ def points_per_arm(scored: Sequence[Scores], first: int, extra: int, limit: int)
 
 
 def initial(space: Space, count: int) -> list[Point]:
-    """Return the first points of a search.
+    """Return the first points that the search tries for a method.
 
-    For one key, these are all values of its grid. For several keys, these are at most `count`
-    points: the middle of all grids, then points that differ from it in one key.
+    For one tuned key, these are all values of its grid. For several keys, these are at most `count`
+    points: first the middle values of all grids, then points that differ from them in one key.
     """
     if len(space) == 1:
         return [(value,) for value in sorted(space[0])]
@@ -145,12 +153,12 @@ def initial(space: Space, count: int) -> list[Point]:
 
 
 def best(scored: Scores) -> Point:
-    """Return the best point; among equally good points, return the smallest rates."""
+    """Return the best point; of equally good points, the one with the smallest rates."""
     return min(winners(scored))
 
 
 def _close_to_top(scored: Scores) -> dict[Point, Score]:
-    """Return the scores of all points within one standard error of the highest accuracy."""
+    """Return the points whose accuracy is within one standard error of the highest accuracy."""
     top = _top(scored)
     least = _accuracy(top) - top.error
     return {point: score for point, score in scored.items() if _accuracy(score) >= least}
@@ -161,12 +169,12 @@ def _top(scored: Scores) -> Score:
 
 
 def _accuracy(score: Score) -> float:
-    """Return the accuracy. It is 0 for all points of a task without accuracy."""
+    """Return the accuracy; 0 for a task without accuracy, so that all points are equal."""
     return 0.0 if score.accuracy is None else score.accuracy
 
 
 def winners(scored: Scores) -> list[Point]:
-    """Return the points with the lowest loss among all points that `_close_to_top` returns."""
+    """Return the points with the lowest loss of all whose accuracy is close to the highest."""
     close = _close_to_top(scored)
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]
@@ -187,9 +195,9 @@ def decision(scored: Scores) -> str:
 
 
 def lost(scored: Scores) -> bool:
-    """Return True if no point is better than a model that ignores its input.
+    """Return True if no tried point led to a better model than one that ignores its input.
 
-    A point is better if its accuracy is clearly higher or its loss clearly lower.
+    A model is better if its accuracy is clearly higher or its loss clearly lower.
     """
     top = max(scored.values(), key=lambda score: (_accuracy(score), -score.loss))
     least = min(score.loss for score in scored.values())
@@ -201,12 +209,12 @@ def lost(scored: Scores) -> bool:
 
 
 def at_edges(scored: Scores) -> list[bool]:
-    """Return for each key True if better values may lie outside the range of tried values."""
+    """Return, for each tuned key, True if better values may lie outside the tried values."""
     return [any(_edges(scored, key)) for key in range(len(best(scored)))]
 
 
 def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
-    """Return two booleans: True if better values of a key may lie below, or above, tried values."""
+    """Return two booleans: better values of a key may lie below, and above, the tried values."""
     tried = {point[key] for point in scored}
     if lost(scored):
         at_top = [score for point, score in scored.items() if point[key] == max(tried)]
@@ -216,9 +224,9 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point: the best point or a point at an edge, with one value replaced.
+    """Return the next point to try: an already tried point with the value of one key changed.
 
-    Keys whose best value is at an edge come first; several such keys take turns.
+    Keys whose best value is the smallest or largest tried value are changed first, in turn.
     """
     edges = at_edges(scored)
     keys = [key for key, edge in enumerate(edges) if edge] or list(range(len(edges)))
@@ -230,7 +238,8 @@ def propose(space: Space, scored: Scores) -> Point:
     at = values.index(top[key])
     beside = (values[at - 1], values[at + 1])
     neighbour = best({point: score for point, score in scored.items() if point[key] in beside})[key]
-    # The neighbour may have been tried only together with other values of the other keys.
+    # With several keys, the neighbour may have been tried only with other values of other keys.
+    # Then try it with the best values of these keys.
     if _moved(top, key, neighbour) not in scored:
         return _moved(top, key, neighbour)
     return _moved(top, key, _rounded(math.sqrt(top[key] * neighbour), values))
@@ -239,7 +248,7 @@ def propose(space: Space, scored: Scores) -> Point:
 def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
     low, high = _edges(scored, key)
     values = sorted({point[key] for point in scored})
-    # If even the best point has diverged, all rates are too large.
+    # If training diverged even at the best point, all tried rates are too large.
     all_diverged = math.isinf(scored[best(scored)].loss)
     up = high and (not low or (not all_diverged and _upper_edge_is_next(values, grid)))
     end = values[-1] if up else values[0]
@@ -249,14 +258,17 @@ def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
 
 
 def _upper_edge_is_next(tried: Sequence[float], grid: Grid) -> bool:
-    """Return True if the upper edge is at most as far from the grid's middle as the lower edge."""
+    """Return True if the next value is to be tried above the tried values, False if below.
+
+    The side that has been extended less from the middle of the grid is next.
+    """
     middle = math.sqrt(max(grid) * min(grid))
     tolerance_for_rounding = 1.01
     return max(tried) / middle <= tolerance_for_rounding * middle / min(tried)
 
 
 def ratio(grid: Grid) -> float:
-    """Return the mean ratio of neighbouring values of a grid."""
+    """Return the geometric mean of the ratios of neighbouring values in a grid."""
     if len(grid) < 2:
         return LONE
     return float((max(grid) / min(grid)) ** (1 / (len(grid) - 1)))
@@ -267,6 +279,6 @@ def _moved(point: Point, key: int, value: float) -> Point:
 
 
 def _rounded(lr: float, tried: Sequence[float]) -> float:
-    """Return the rate rounded to three digits, or unrounded if the rounded rate has been tried."""
+    """Return a learning rate rounded to three digits; unrounded if the result was tried before."""
     short = float(f"{lr:.3g}")
     return lr if short in tried else short

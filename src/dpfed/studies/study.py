@@ -1,6 +1,7 @@
-"""Run a study: for each arm a search of learning rates, then the reported seeds at the best rates.
+"""Run a study, which compares arms (methods with their settings) on one model and data set.
 
-The finished runs determine the next runs, so an interrupted study can be resumed.
+A search first finds the best learning rates of each arm. The reported runs then use these rates
+with several seeds. Finished runs alone determine the next runs, so a study can be resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# Distance of the search's seeds from run.seed. It is larger than any number of reported seeds.
+# The seeds of the search begin at run.seed + TUNING_SEED, far above the seeds of reported runs.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -45,12 +46,12 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Study:
-    """The description of a study.
+    """The description of a study, which compares arms (methods with their settings).
 
-    base          the configuration that the arms change
-    seeds         number of reported seeds
-    extra, limit  smallest and largest number of stages of the search after the first
-    search_seeds  number of seeds over which the search averages the score of a point
+    base          the configuration that each arm changes
+    seeds         number of runs of each arm that the table reports
+    extra, limit  the search tries between `extra` and `limit` learning rates after its first rates
+    search_seeds  number of seeds over which the search averages the score of a learning rate
     given         hash of the data and the model that a program holds in memory; "" if none
     """
 
@@ -66,9 +67,9 @@ class Study:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The description as JSON values. Equal descriptions mean the same study."""
+        """The description as JSON values. Studies are identical if these values are equal."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Leave defaults out: older studies have no entries for these keys.
+        # Leave defaults out, because the stored descriptions of older studies lack these keys.
         for key, default in (("search_seeds", 1), ("given", "")):
             if plain[key] == default:
                 del plain[key]
@@ -76,7 +77,7 @@ class Study:
 
     @property
     def measure(self) -> Measure:
-        """The score by which the table compares methods."""
+        """The kind of score, accuracy or R2, by which the table compares the arms."""
         return measure_of(str(self.base["model"].get("task")))
 
     @property
@@ -86,9 +87,9 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm. If a run failed, `point` is None and `failed` is the reason.
+    """The results of an arm. `point` has its best learning rates, or None if a run has failed.
 
-    tuned  validation score of each point of the search
+    tuned  validation score of each point (learning rates) that the search tried
     """
 
     arm: Arm
@@ -101,7 +102,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Planned:
-    """The number of runs of a study. `at_least` is True if the search may still need more runs."""
+    """The number of runs that a study needs. `at_least` is True if its search may add more."""
 
     runs: int
     at_least: bool
@@ -109,10 +110,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """A run of a study that has ended.
+    """A run of a study that has ended, for a display of the progress.
 
-    fresh  True if this process started the run, False if an earlier process had finished it
-    done   number of ended runs, including this run
+    fresh    True if this process started the run, False if an earlier process had finished it
+    done     number of ended runs, including this run
     """
 
     task: Task
@@ -123,7 +124,7 @@ class EndedRun:
 
 
 class Runner(Protocol):
-    """An object that runs tasks, such as `Pool`."""
+    """An object that computes the runs that tasks describe, such as the worker processes `Pool`."""
 
     def free(self) -> bool: ...
     def start(self, task: Task, folder: Path) -> None: ...
@@ -133,7 +134,7 @@ class Runner(Protocol):
 
 @dataclass
 class Progress:
-    """The state of a study: the outcomes of its ended runs, by the keys of their tasks."""
+    """The state of a study. `outcomes` has the results of its ended runs, by their tasks' keys."""
 
     study: Study
     registry: Registry
@@ -141,18 +142,18 @@ class Progress:
     _tasks: dict[tuple[int, Point, int, bool], Task] = field(default_factory=dict)
 
     def task(self, arm: int, point: Point, seed: int, tuning: bool = False) -> Task:
-        """Return the task of one run, from the arm's number, the tuned values and the seed."""
+        """Return the task (description) of one run; `tuning` is True for a run of the search."""
         place = (arm, point, seed, tuning)
         if place not in self._tasks:
             self._tasks[place] = make_task(self.study, arm, point, seed, self.registry, tuning)
         return self._tasks[place]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
-        """Return the search's tasks for a point, one for each seed of the search."""
+        """Return the tasks by which the search scores a point, one for each seed of the search."""
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
-        """Return the reason why a run of the arm has failed, None if no run has failed."""
+        """Return the reason why a run of the arm failed; None if no run failed."""
         for (number, *_), task in self._tasks.items():
             outcome = self.outcomes.get(task.key)
             if number == arm and outcome is not None and outcome.failed:
@@ -178,7 +179,7 @@ class Progress:
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
-        """Return the tasks to start now, longest first. Reported seeds come after the search."""
+        """Return the tasks to start now, longest first. Reported runs come after all searches."""
         study = self.study
         arms = self._working_arms()
         points = next_points(
@@ -202,7 +203,7 @@ class Progress:
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return the number of runs of the study, as far as it is known now."""
+        """Return the number of runs of the study, as far as it follows from the ended runs."""
         study = self.study
         live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
@@ -220,13 +221,13 @@ class Progress:
         return Planned(runs, at_least=points < first + study.limit)
 
     def keys_of(self, arms: Sequence[int]) -> set[str]:
-        """Return the keys of all runs of these arms. Call this only after the end of the search."""
+        """Return the task keys of all runs of these arms. The search must have ended before."""
         searched = {task.key for (arm, *_), task in self._tasks.items() if arm in arms}
         seeds = range(self.study.seeds)
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return a value that is equal for arms with equal settings. Such arms share their runs."""
+        """Return a value that is equal for arms with equal settings, which share their runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -252,9 +253,9 @@ class Progress:
 def make_task(
     study: Study, arm: int, point: Point, seed: int, registry: Registry, tuning: bool = False
 ) -> Task:
-    """Return the task of one run; `tuning` is True for a run of the search.
+    """Return the task (description) of one run: arm number, learning rates, number of the seed.
 
-    The search uses other seeds, and another half of the public data, than the reported runs.
+    Search runs (`tuning`) use other seeds, and another half of the test data, than reported runs.
     """
     this = study.arms[arm]
     config = this.configure(study.base, point, registry)
@@ -262,7 +263,7 @@ def make_task(
     changes: dict[str, Any] = {"seed": run.seed + seed, "eval_on": "test"}
     phase = f"seed {run.seed + seed}"
     if tuning:
-        # Evaluate only after the last round, unless a privacy budget may end the run sooner.
+        # The search needs only the last score. With a privacy budget, any round may be the last.
         every = run.rounds if config.privacy.budget is None else run.eval_every
         seed_of_search = run.seed + TUNING_SEED + seed
         changes = {"seed": seed_of_search, "eval_on": "validation", "eval_every": every}
@@ -270,7 +271,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # The key is equal in all versions of dpfed, so that a newer version can resume the study.
+    # All versions of dpfed compute this key alike, so that a newer one can resume the study.
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -300,7 +301,7 @@ def check(study: Study, registry: Registry) -> None:
 
 
 def claim(out: Path, study: Study, force: bool) -> TextIO:
-    """Create the study's folder, write its description, and return a lock on the folder.
+    """Create the folder `out`, write the study's description, and lock out other processes.
 
     Closing the returned file ends the lock. `force` replaces another study's description.
     """
@@ -313,7 +314,7 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            # The system releases this lock when the process ends, even if it is killed.
+            # The operating system releases this lock when the process ends, even if it is killed.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
@@ -340,7 +341,7 @@ def conduct(
     on_run: Callable[[EndedRun], None] = lambda ended: None,
     packing: Packing = ALONE,
 ) -> list[ArmResult]:
-    """Run all tasks that have no outcome yet, and return the results of the arms.
+    """Run all tasks of the study that have no result yet, and return the results of the arms.
 
     on_run  is called for each ended run, also if an earlier process has finished the run
     """
@@ -378,7 +379,7 @@ def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # Delete the model of a search run. A killed study may have left it.
+            # The models of search runs are not kept, but a killed study may have left one.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

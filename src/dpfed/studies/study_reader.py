@@ -1,4 +1,4 @@
-"""Read a study's folder for a page: its table, and the reported runs of each row."""
+"""Read the folder of a study for an HTML page: the table, and the reported runs of each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from dpfed.training.callbacks.public_figures import FIGURES
 
 
 def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Return the table of `dpfed compare`, and a group for each row whose runs still exist.
+    """Return the table of a study, and the data of the runs of each row.
+
+    Rows whose run folders no longer exist have no run data.
 
     public  True to leave out values that a published page must not show
     """
@@ -33,7 +35,8 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
             axis=str(found["axis"]),
             rows=tuple(_row(record, measure, public) for record in found["rows"]),
             reference=found["reference"],
-            # A public page has no notes, because notes contain seeds, which determine the cohorts.
+            # Notes contain seeds. Seeds reveal which clients took part in a round, so a public page
+            # must not show them.
             notes=() if public else tuple(map(str, found["notes"])),
             measure=measure,
         )
@@ -84,7 +87,8 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
         try:
             tasks = [make_task(study, i, point, seed, registry()) for seed in range(study.seeds)]
         except DpfedError:
-            # Another version with other settings made the study. Show its table without the runs.
+            # A version of dpfed with other settings made the study, so the run folders are unknown.
+            # Show only the table.
             continue
         paths = [folder / RUNS / task.key for task in tasks if is_run(folder / RUNS / task.key)]
         if paths:
@@ -94,7 +98,7 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
 
 
 def read_asked(folder: Path) -> Study | None:
-    """Return the study that a folder describes, None if the description is damaged."""
+    """Return the study from the description file in `folder`; None if the file is damaged."""
     try:
         asked = json.loads((folder / STUDY).read_text(encoding="utf-8"))
         arms = tuple(_arm(arm) for arm in asked.pop("arms"))
@@ -104,13 +108,13 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from JSON, in which lists stand for tuples."""
+    """Return an arm from its JSON form, which has lists instead of tuples."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})
 
 
 def _known(cls: type[Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a table that are fields of the class."""
+    """Return the entries of `table` whose names are fields of the dataclass `cls`."""
     names = {field.name for field in fields(cls)}
     return {key: value for key, value in table.items() if key in names}

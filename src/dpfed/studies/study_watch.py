@@ -1,4 +1,4 @@
-"""Show the progress of a study on stderr."""
+"""Show on stderr how many runs of a study have ended."""
 
 from __future__ import annotations
 

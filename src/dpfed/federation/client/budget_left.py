@@ -1,6 +1,7 @@
-"""The budget that a client has left: epsilon spent over all its runs, and the rounds it can afford.
+"""The budget that a client has left: epsilon spent in all runs, and how many rounds it can afford.
 
-The client's operator sees this before the client joins a run. It is private, like the ledger.
+The client's operator sees this before the client joins a run. It is private, like the ledger (the
+client's record of spent privacy).
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, sho
 from dpfed.registry import registry
 from dpfed.training.budget.ledgers import OWN_LEDGER
 
-# Largest number of rounds that is computed. Larger numbers are shown as "or more".
+# Largest number of remaining rounds that is computed. Larger numbers are shown as "or more".
 MOST_ROUNDS = 10_000
-# A computed number of rounds may be too small by this share. A finer search takes longer.
+# The computed number of remaining rounds may be too small by this fraction, which saves time.
 TOLERANCE = 0.02
 
 
-# If a ledger has more different mechanisms than this, the exact epsilon takes over a second. The
-# log then shows a faster upper bound.
+# With more different mechanisms in a ledger, computing the exact epsilon takes over a second. The
+# log then shows an upper bound, which is faster to compute.
 MAX_EXACT_MECHANISMS = 8
 
 
 @dataclass(frozen=True)
 class BudgetLeft:
-    """The spending of a client over all runs of its ledger, and the rest of its budget.
+    """The privacy that a client has spent in all its runs, and the budget that is left.
 
-    spent          epsilon spent so far
-    max_epsilon    policy.max_epsilon, at `delta`
-    rounds_least   rounds left if each is the costliest round that the policy permits
-    limits         the settings of the policy that `rounds_least` assumes
-    rounds_alike   rounds left if each is like the last one in the ledger; None for an empty ledger
+    spent          epsilon spent so far, at `delta`
+    max_epsilon    the budget, policy.max_epsilon
+    rounds_least   rounds left if each costs as much privacy as the client's policy permits
+    limits         the settings of the policy that `rounds_least` assumes, in words
+    rounds_alike   rounds left if each is like the last training round in the ledger; None if there
+                   is none
     """
 
     client: str
@@ -70,7 +72,10 @@ class BudgetLeft:
 
 
 def budget_left(config: ClientConfig) -> BudgetLeft:
-    """Read the client's ledger, which may be missing before its first run."""
+    """Return the budget that a client has left, from its ledger (its record of spent privacy).
+
+    The ledger may be missing before the client's first run.
+    """
     policy = config.policy
     path = Path(config.client.state) / OWN_LEDGER
     history: History = []
@@ -96,7 +101,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
 
 
 def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
-    """Return the mechanism and the local steps of the costliest round that the policy permits."""
+    """Return mechanism and local steps of the round that spends most, of all that are permitted."""
     algorithms = registry().algorithm
     names = policy.algorithms or tuple(algorithms)
     releases = [each for name in names for each in releases_of(algorithms[name])]
@@ -111,7 +116,10 @@ def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
 
 
 def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
-    """Return the releases of a local step under each choice of the algorithm's switches."""
+    """Return the numbers of noised sums in a local step, one entry per setting of the algorithm.
+
+    The settings are all combinations of switches that are booleans or named choices.
+    """
     choices: dict[str, tuple[Any, ...]] = {}
     for name, hint in get_type_hints(algorithm).items():
         if hint is bool:
@@ -120,7 +128,7 @@ def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
             choices[name] = get_args(hint)
     found = []
     for values in itertools.product(*choices.values()):
-        # Skip combinations of switches that exclude each other.
+        # The constructor raises DpfedError for switches that exclude each other.
         with suppress(DpfedError):
             found.append(algorithm(**dict(zip(choices, values, strict=True))).releases)
     return found
@@ -129,8 +137,11 @@ def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
 def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: History) -> int:
     """Return how many further rounds of `steps` local steps policy.max_epsilon allows.
 
-    The number is never too large, and too small by at most the share TOLERANCE. The client checks
-    requests by the same rule.
+    The number is never too large, and too small by at most the fraction TOLERANCE. A running client
+    uses the same rule, `check_spending`, to refuse requests.
+
+    mechanism  the mechanism that each local step spends
+    history    mechanisms that the client has spent so far
     """
 
     def fits(rounds: int) -> bool:
@@ -140,10 +151,14 @@ def rounds_left(policy: Policy, mechanism: Mechanism, steps: int, history: Histo
 
 
 def spending_line(event: str, policy: Policy, charge: Charge, history: History) -> LogLine:
-    """Return the line of a client's log after `charge`: what is spent and what is left.
+    """Return the log line of a client after a round: the epsilon spent, and the epsilon left.
 
-    The rounds left are rounds like this one. Their number comes from the fast Rényi bound, so it is
-    never too large.
+    The line also says how many rounds like this one are left, according to a fast upper bound on
+    epsilon. This number is never too large.
+
+    event    text for the beginning of the line
+    charge   the entry of this round in the client's ledger
+    history  mechanisms that the client has spent so far, including `charge`
     """
     bound = len(history) > MAX_EXACT_MECHANISMS
     spent = (rdp_epsilon if bound else exact)(history, policy.delta)
@@ -177,7 +192,7 @@ def exact(history: History, delta: float) -> float:
 def largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number of rounds for which `fits` returns True; 0 if there is none.
 
-    The result is at most MOST_ROUNDS, and it may be too small by the share TOLERANCE.
+    The result is at most MOST_ROUNDS, and it may be too small by the fraction TOLERANCE.
     """
     if not fits(1):
         return 0

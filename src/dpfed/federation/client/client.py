@@ -1,16 +1,17 @@
-"""A real client: it answers a server's requests and guards its own privacy budget.
+"""A real client: it answers a server's requests, and never spends more than its privacy budget.
 
     check -> charge -> compute -> store the reply -> send
 
-If a server repeats a request, it gets the stored reply, byte for byte. A different request must be
-for a later round of the run. So no server gets two replies for one round with different noise. A
-crash neither loses nor repeats a charge. If a round was charged but has no stored reply, its
-epsilon stays spent.
+To charge is to record the privacy loss of the round in the client's ledger, a file. If a server
+repeats a request, it gets the stored reply, byte for byte. A different request must be for a later
+round of the run. So no server gets two replies for one round with different noise. A crash neither
+loses nor repeats a charge. If a round was charged but has no stored reply, its epsilon stays spent.
 
-The server chooses theta. A malicious server could choose a theta at which one record changes the
-gradients of other records. The client therefore computes records at randomly drawn places, in
-passes of a fixed shape (`policy.isolation = "exact"`, privacy/isolation/turns.py). It also refuses
-a theta that is farther than `policy.max_distance` from the initial vector.
+The server chooses theta, the trained parameters that it sends. A malicious server could choose a
+theta at which one record changes the gradients of other records. Therefore, the client puts records
+at random positions in batches of a fixed shape (`policy.isolation = "exact"`,
+privacy/isolation/turns.py). It also refuses a theta that is farther than `policy.max_distance` from
+the initial parameters.
 """
 
 from __future__ import annotations
@@ -106,10 +107,11 @@ LOG = logging.getLogger("dpfed")
 
 @dataclass(frozen=True)
 class Prepared:
-    """An accepted request, ready to be charged and computed.
+    """An accepted request, prepared so that its reply can be computed.
 
-    charge   must be in the ledger before `compute` is called
+    charge   privacy loss of the reply; must be in the ledger before `compute` is called
     compute  function without arguments that returns the reply's tensors and the client memory
+             (vectors that the algorithm keeps at the client between rounds)
     """
 
     charge: Charge
@@ -117,11 +119,11 @@ class Prepared:
 
 
 class Client:
-    """Answers servers' requests with noised messages, after charging its own ledger.
+    """Answers servers' requests with noised messages, after it has recorded their privacy loss.
 
     source    data source to use instead of the configured one; None for the configured one
     insecure  True to permit client.allow_seeded: repeatable noise, for tests on one machine
-    log       called with a line about the spent epsilon after each reply, for this client only
+    log       called after each reply with a line about the spent epsilon, which stays private
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Client:
         scoring = isinstance(request, ScoringRequest)
         verb = "scored" if scoring else "answered"
         store = Store(self._state, terms.run, "score" if scoring else "reply")
-        # Hold the lock of the ledger until the reply is stored. A second request has to wait.
+        # Keep the ledger locked until the reply is stored, so that a second request has to wait.
         with self._ledger() as ledger:
             stored = store.reply(terms.round, request_hash)
             if stored is not None:
@@ -188,7 +190,7 @@ class Client:
                 )
                 return stored
             prepared = self._prepare(request, ledger, store)
-            # Charge before computing. If the computation fails, the round stays charged.
+            # Record the privacy loss before computing, so that no crash can lose it.
             ledger.charge([prepared.charge], run=terms.run)
             message, memory = prepared.compute()
             reply = pack(Reply(receipt_of(terms, request_hash, ledger), message))
@@ -243,7 +245,7 @@ class Client:
     ) -> tuple[Message, ClientState]:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
-        # With the negative round number, counts get other random numbers than training.
+        # Use the negative round number, so that counts get other random numbers than training.
         streams = streams_of(terms)
         noise = streams.noise(-terms.round, 0, torch.device("cpu"))
         exact = self.config.policy.isolation == "exact"
@@ -259,16 +261,16 @@ class Client:
         plan: OwnPlan,
         memory: ClientState,
     ) -> tuple[Message, ClientState]:
-        """Return the message and the client memory of one round, computed as a fleet of one client.
+        """Compute the local steps of one round; return the reply's tensors and the client memory.
 
         Both contain only noised values and public constants.
 
-        fields  vectors of the request, as rounded by the server
+        fields  vectors that the request contains, by name
         """
 
         def admit(theta: Tensor) -> None:
-            # Each theta is computed from the request and noised values only. An error that depends
-            # on theta therefore reveals nothing about a record.
+            # Each theta is computed from the request and noised values only, so the server may see
+            # an error that depends on theta.
             reason = check_distance(theta, built.start, self.config.policy)
             if reason is not None:
                 raise PublicError(f"round {terms.round} was stopped and stays charged: {reason}")
@@ -348,17 +350,17 @@ class Client:
 def _rounded(
     terms: Terms, layout: Layout, compute: Callable[[], tuple[Message, ClientState]]
 ) -> tuple[Message, ClientState]:
-    """Return the message in the format that the server asks for, and the client memory.
+    """Compute the reply's tensors, and round them to the number format that the server asks for.
 
-    The message already has its noise when it is rounded. The random numbers for rounding are
-    independent of noise and batches.
+    Also return the client memory. The tensors already have their noise when they are rounded. The
+    random numbers for rounding are independent of noise and batches.
     """
     message, memory = compute()
     return encode(message, layout, draws(streams_of(terms), "upload", terms.round)), memory
 
 
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:
-    """Return the charge of a round.
+    """Return the charge of a round: the privacy loss that the ledger records.
 
     In test mode, where noise is repeatable, the charge is marked void.
     """

@@ -1,7 +1,8 @@
 """Compare the numbers of units that a client declares with the exact numbers in its data.
 
-Only the client's operator sees the result. A running client never compares the numbers, because a
-reaction to the exact numbers would reveal them to the server.
+A unit is one record, or all records of one person. Only the client's operator sees the result. A
+running client never compares the numbers, because its reaction would reveal the exact numbers to
+the server.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from dpfed.training.job.data import configured_source
 
 @dataclass(frozen=True)
 class Declared:
-    """A declared number of protected units, and the exact number.
+    """A number of units that the client declares to the server, and the exact number in its data.
 
-    key       setting that declares the number
+    key       setting in client.toml that declares the number
     declared  the declared number
     held      exact number in the client's data
-    unit      what is counted: "record", or the name of the unit column
+    unit      "record", or the name of the column that defines units, such as patients
     """
 
     key: str
@@ -56,7 +57,8 @@ class Declared:
 def compared(config: ClientConfig) -> list[Declared]:
     """Read the client's data, and return the declared and exact numbers of units.
 
-    The list has the units to train on, and the held-out units if `policy.evaluate` is set.
+    The list has an entry for the units to train on. If `policy.evaluate` is set, it also has an
+    entry for the held-out units.
     """
     source = configured_source(config.data, config.model, "train")
     unit = config.data.unit_column
@@ -80,7 +82,7 @@ def compared(config: ClientConfig) -> list[Declared]:
 
 
 def rounded_down(count: int) -> int:
-    """Return `count` rounded down to two significant digits, or to one digit if it is below 100."""
+    """Return `count` rounded down to two significant digits; to one digit if it is below 100."""
     digits = 2 if count >= 100 else 1
     step = int(10 ** max(0, len(str(count)) - digits))
     return count // step * step

@@ -1,4 +1,4 @@
-"""Check a request against the client's ledger, files and model before anything is charged."""
+"""Check a request against the client's ledger, files and model, before privacy is spent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpfed.training.messages.message_format import Layout
 
 LOG = logging.getLogger("dpfed")
 # Largest standard deviation of the noise on a mean gradient. Messages contain its square, which
-# must stay below `messages.MAX_TENSOR_VALUE`.
+# must be below the limit `messages.MAX_TENSOR_VALUE`.
 MAX_NOISE = 1e4
 
 
@@ -31,10 +31,10 @@ def refuse(reason: str | None) -> None:
 
 
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
-    """Raise RefusedError if the round can no longer be charged.
+    """Raise RefusedError if the client must not take part in the round of this request.
 
-    This is so if the ledger is an old copy, if this round or a later one is already charged, or if
-    the client has already taken part in as many rounds of the run as its cap allows.
+    This is so if the ledger (the record of spent privacy) is an old copy, or if it already has this
+    or a later round. It is also so if the client has reached its largest number of rounds.
     """
     check_head(terms, ledger)
     charged = ledger.rounds_charged(terms.run)
@@ -51,7 +51,9 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
 
 
 def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
-    """Return None, or the reason to refuse if another round would exceed the client's cap.
+    """Return None, or the reason to refuse if the client may not take part in another round.
+
+    The cap is the largest number of rounds of this client in the run. It must not change.
 
     stated  cap in the request; 0 for no cap
     agreed  cap in the first request of the run that had one; None if no request had a cap
@@ -66,10 +68,10 @@ def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
 
 
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
-    """Raise RefusedError if the noised counts of the round can no longer be charged.
+    """Raise RefusedError if the client must not answer a request for noised counts of answers.
 
-    This is so if the ledger is an old copy, or if counts of this round or of a later one are
-    already charged.
+    This is so if the ledger (the record of spent privacy) is an old copy, or if it already has
+    counts of this or a later round.
     """
     check_head(terms, ledger)
     last = max(ledger.rounds_charged(terms.run, PART), default=0)
@@ -78,10 +80,10 @@ def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
 
 
 def check_head(terms: AnyTerms, ledger: Ledger) -> None:
-    """Raise RefusedError unless the ledger still has the last row that the server knows.
+    """Raise RefusedError unless the ledger has the last row that the server knows.
 
-    If the row is missing or differs, somebody has replaced the ledger by an older copy of it or by
-    another ledger.
+    If this row is missing or differs, somebody has replaced the ledger (the record of spent
+    privacy) by an older copy or by another ledger.
     """
     if not terms.head:
         if terms.rows:
@@ -90,7 +92,7 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
     try:
         ledger.check_head((terms.rows, terms.head))
     except DpfedError as error:
-        # Only log this text, because it contains the ledger's path. The server gets another text.
+        # Only log this text, because it contains the ledger's path, which the server must not see.
         LOG.error("%s", error)
         rows = ledger.head().rows
         row = f"row {rows + 1} is missing"
@@ -104,10 +106,12 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
 def read_training_values(
     request: Request, layout: Layout, built: RequestModel, plan: OwnPlan, policy: Policy
 ) -> dict[str, Tensor]:
-    """Return the vectors of a request, on the model's device.
+    """Return the vectors that a request contains, on the model's device.
 
-    Raise RefusedError or MessageError if a tensor or a number of the request is invalid. Otherwise
-    such a value would cause an error after the charge, which would be spent without a reply.
+    Raise RefusedError or MessageError if a tensor or a number of the request is invalid. If it were
+    found later, the round would fail after its privacy is spent.
+
+    layout  expected formats and lengths of the vectors, by name
     """
     device = built.start.device
     fields = {name: x.to(device) for name, x in read_fields(request.fields, layout).items()}

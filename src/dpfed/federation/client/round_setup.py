@@ -1,4 +1,4 @@
-"""Build the model, the privacy plan and the random streams of a client's round from a request."""
+"""Build, from a request, a client's model, privacy plan and random number streams for a round."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from dpfed.training.round_context import RoundFigures
 
 @dataclass(frozen=True)
 class RequestModel:
-    """The model and the algorithm that a request names.
+    """The model and the algorithm that a request asks for.
 
     model   computes per-record gradients and scores
-    start   initial vector `[P]`, from which `policy.max_distance` is measured
+    start   initial values of the trained parameters, `[P]`; policy.max_distance is measured from it
     hash    hash of the frozen weights (`model.model_hash`)
     """
 
@@ -43,7 +43,7 @@ class RequestModel:
 
 
 class ModelBuilder:
-    """Builds the model of a request, and reuses it in later rounds of the same run."""
+    """Builds the model that a request asks for, and reuses it for later requests of the run."""
 
     def __init__(self, config: ClientConfig, spec: InputSpec, device: torch.device) -> None:
         self._config = config
@@ -55,7 +55,8 @@ class ModelBuilder:
         key = (algorithm, terms.seed)
         if self._cached is None or self._cached[0] != key:
             config = run_config(self._config, algorithm, "seeded")
-            # The server chooses the seed. The inputs of the checks must not follow from it.
+            # The server knows the seed, so it must not determine the random inputs with which the
+            # model is checked. Otherwise, a malicious server could predict these inputs.
             streams = Streams(terms.seed, secret=True)
             model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
             hash_ = model_hash(adapted.model, model.space)
@@ -64,16 +65,19 @@ class ModelBuilder:
 
 
 def layouts_of(terms: Terms, built: RequestModel) -> tuple[Layout, Layout]:
-    """Return the layouts of the reply and of the request, for a request to train."""
+    """Return the layouts (formats and lengths of the tensors) of the reply and of the request."""
     section = FederationSection(upload=terms.upload, download=terms.download)
     varying_phi = terms.clipping.rule().counts
     return layouts(built.algorithm, built.model.space, section, varying_phi)
 
 
 def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
-    """Return a run's configuration: this client's sections, with this algorithm and noise."""
-    # Use "natural", because all records belong to this client. Other partitions would divide the
-    # records among several clients.
+    """Return the configuration of a run from this client's data, model and isolation settings.
+
+    algorithm, noise  values for the section [algorithm] and for `run.noise`
+    """
+    # Use "natural", because all records belong to this client. Other partitions would divide them
+    # among simulated clients.
     data = replace(config.data, partition="natural")
     privacy = PrivacySection(isolation=config.policy.isolation)
     return Config(data, config.model, algorithm, privacy, RunSection(noise=noise))
@@ -97,11 +101,12 @@ def algorithm_of(terms: AnyTerms) -> Algorithm:
 
 @dataclass(frozen=True)
 class OwnPlan(Plan):
-    """The plan of one client, with its true number of units in `sizes`.
+    """The privacy plan (sampling, clipping, noise) of one client for its own round.
 
-    The expected batch size `expected` follows from the declared number of units. Units beyond the
-    declared number also take part in sampling. If they were left out, the removal of one unit would
-    let another unit take its place.
+    A unit is one record, or all records of one person. `sizes` has the true number of units, and
+    `expected`, the expected batch size, follows from the number that the client declares. If the
+    client holds more units, all take part in sampling. If some were left out, removing one unit
+    would let another unit in.
     """
 
     def __post_init__(self) -> None:
@@ -110,9 +115,10 @@ class OwnPlan(Plan):
 
 
 class IndexedStreams(Streams):
-    """Random streams of client number `index` of a run, for a process with this client alone.
+    """Repeatable random number streams for one client, equal to those of a simulation.
 
-    Such a process numbers its only client 0, so `key` replaces 0 by `index`.
+    A client's process numbers its only client 0. `key` uses the client's number in the run,
+    `index`, instead.
     """
 
     def __init__(self, seed: int, index: int) -> None:
@@ -124,14 +130,18 @@ class IndexedStreams(Streams):
 
 
 def streams_of(terms: AnyTerms) -> Streams:
-    """Return the random streams of a round: secret ones, or repeatable ones in test mode."""
+    """Return the random number streams of a round: secret, or repeatable in test mode (seeded)."""
     if terms.seeded:
         return IndexedStreams(terms.seed, terms.index)
     return Streams(terms.seed, secret=True)
 
 
 def plan_of(terms: Terms, algorithm: Algorithm, units: int, unit: str) -> OwnPlan:
-    """Return the plan of a client with `units` units. All other numbers come from the request."""
+    """Return the privacy plan of a client for one round. Its settings come from the request.
+
+    units  true number of units (records, or persons with all their records) that the client has
+    unit   name of the unit, such as "record"
+    """
     return OwnPlan(
         sampling="poisson",
         clip=terms.clip,

@@ -1,12 +1,15 @@
-"""Store a client's files for each run: its last replies and the algorithm's client memory.
+"""Store a client's files for each run: its last replies, and its client memory.
 
-    runs/<hash of the run's name>/reply-12-<hash of the request>    reply, stored before it is sent
-    runs/<...>/score-12-<hash of the request>    reply with noised counts, stored before it is sent
-    runs/<...>/memory-12.pending    memory after round 12, whose message may still be unused
-    runs/<...>/memory-9.kept        memory after round 9, whose message the server has used
+The client memory is the vectors that an algorithm keeps at the client between rounds.
+
+    runs/<hash of the run's name>/reply-12-<hash of the request>    reply of round 12
+    runs/<...>/score-12-<hash of the request>    reply of round 12 with noised counts of answers
+    runs/<...>/memory-12.pending    memory after round 12, if the server may not have used its reply
+    runs/<...>/memory-9.kept        memory after round 9, if the server has used its reply
     runs/<...>/cap                  largest number of this client's rounds in the run, if limited
 
-Files are written atomically, and every operation may be repeated after a crash.
+Replies are stored before they are sent. Files are written atomically, and every operation may be
+repeated after a crash.
 """
 
 from __future__ import annotations
@@ -42,14 +45,15 @@ LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
-# A server that resumes from a checkpoint may repeat its last request or the one before.
+# Two stored replies suffice: a server that resumes from a checkpoint may repeat its last request or
+# the one before, but no older request.
 STORED_REPLIES = 2
 
 
 @contextmanager
 def claim(state: Path) -> Iterator[None]:
     """Reserve the state folder for this process; raise DpfedError if another client uses it."""
-    # Use flock, because the system releases it when the process ends, even after a crash.
+    # Use flock, because the operating system releases this lock when the process ends or crashes.
     with open_private(own_folder(state) / "in-use.lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,8 +68,8 @@ def claim(state: Path) -> Iterator[None]:
 def own_folder(state: Path) -> Path:
     """Create a client's state folder if missing, and return it.
 
-    This program's files in the folder become readable for their owner only. All other files keep
-    their permissions, because the folder may also contain client.toml.
+    The files that dpfed writes in the folder become readable for their owner only. Other files,
+    such as client.toml, keep their permissions.
     """
     try:
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +88,12 @@ def own_folder(state: Path) -> Path:
 
 
 class Store:
-    """The stored files of one run: its training replies or its counts, and the client memory."""
+    """The stored files of one run: replies of one kind, and the client memory.
+
+    The client memory is the vectors that an algorithm keeps at the client between rounds.
+
+    kind  "reply" for replies to training requests, "score" for replies with counts of answers
+    """
 
     def __init__(self, state: Path, run: str, kind: Kind = "reply") -> None:
         self.folder = state / "runs" / hashlib.sha256(run.encode()).hexdigest()[:32]
@@ -108,12 +117,15 @@ class Store:
             old.unlink(missing_ok=True)
 
     def keep_cap(self, cap: int) -> None:
-        """Write the cap on this client's rounds in the run, if it is not 0 and not yet written."""
+        """Store `cap`, the largest number of this client's rounds in the run.
+
+        Do nothing if `cap` is 0 (no limit), or if a cap is stored already.
+        """
         if cap and self.cap() is None:
             write_file(self._cap_path, lambda file: file.write(f"{cap}\n".encode()))
 
     def cap(self) -> int | None:
-        """Return the cap that `keep_cap` wrote; None if there is none."""
+        """Return the stored limit on this client's rounds in the run; None if there is none."""
         try:
             return int(self._cap_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -133,9 +145,10 @@ class Store:
         return max(map(_round_of, self._replies()), default=0)
 
     def keep_memory(self, round: int, memory: ClientState) -> None:
-        """Write the client memory of a round to a pending file.
+        """Store the client memory after a round in a pending file.
 
-        A later request says if the server used the round. `settle` then keeps or deletes the file.
+        A later request says if the server used the reply of this round. `settle` then keeps or
+        deletes the file.
         """
         if not memory:
             return
@@ -144,9 +157,9 @@ class Store:
         write_file(self.folder / f"memory-{round}.pending", lambda file: file.write(blob))
 
     def settle(self, used: int) -> None:
-        """Keep the client memory of round `used`, and delete that of all other rounds.
+        """Keep the client memory after round `used`, and delete that of all other rounds.
 
-        `used` is the last round whose message the server used; 0 if none.
+        used  last round whose reply the server used; 0 if none
         """
         kept = self.folder / f"memory-{used}.kept"
         pending = self.folder / f"memory-{used}.pending"
@@ -170,10 +183,12 @@ class Store:
     def memory(
         self, used: int, names: Sequence[str], size: int, device: torch.device
     ) -> ClientState:
-        """Return the client memory of round `used`: vectors `[1, P]` by name, and the mask `seen`.
+        """Return the client memory after round `used`: vectors `[1, P]` by name, and `seen`.
 
-        If the server has not used any round yet, the vectors are zero and `seen` is False. If
-        `names` is empty, the algorithm has no client memory and the result is {}.
+        `seen` is True if the server has used a reply of this client. Before that, `used` is 0 and
+        the vectors are zero. The result is {} if `names` is empty: the algorithm has no memory.
+
+        size  P, the number of trained numbers
         """
         if not names:
             return {}

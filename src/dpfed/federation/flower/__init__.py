@@ -1,16 +1,20 @@
 """Connect server and clients through Flower, which transports bytes of `federation.messages`.
 
+Flower's SuperLink is its process at the server, a SuperNode (or node) is its process at a client.
+Both start apps: a ServerApp at the server, a ClientApp at a client.
+
     processes.py    runs Flower's commands: SuperLink, SuperNode and `flwr`
-    keeper.py       the process around a SuperLink or SuperNode, which ends it with its parent
-    guard.py        the reverse proxy in a keeper: which requests and which apps pass
-    session.py      the server's side: registers client keys and opens a run
-    apps.py         Flower's ClientApp and ServerApp, which pass bytes on
-    app_folder.py   the folder that `flwr run` takes
-    relay.py        exchange of bytes between two processes of one machine
+    keeper.py       the parent process of a SuperLink or SuperNode, which ends it when dpfed ends
+    guard.py        the reverse proxy before a SuperLink or SuperNode: filters requests and apps
+    session.py      the server's side: registers client keys and starts the ServerApp
+    apps.py         Flower's ClientApp and ServerApp, which only pass bytes on
+    app_folder.py   the app folder that the command `flwr run` needs
+    relay.py        exchange of bytes between two processes on one machine
     post.py         messages to nodes, through Flower's Grid or through the relay
     transport.py    sends requests to clients by name, with timeouts, and checks who has replied
     answering.py    answers the requests that a ClientApp passes on
-    header.py       short texts beside a message; `envelope.py` puts both into Flower's messages
+    header.py       names of the short texts that accompany the bytes of a message
+    envelope.py     puts these texts and bytes into Flower's messages
 
 Only Flower's documented commands and the modules `flwr.app`, `flwr.clientapp` and `flwr.serverapp`
 are used. Without the guard, a SuperNode would run any code that the server sends. The guard accepts

@@ -1,4 +1,7 @@
-"""Answer the requests that Flower's ClientApp passes on. No reply contains a private error text."""
+"""Answer the server's requests, which Flower's ClientApp passes on to the client.
+
+If an error occurs, the reply contains only an error text that reveals nothing about the records.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from dpfed.federation.policy import public_text
 
 @dataclass(frozen=True)
 class Answerer:
-    """A handler that answers every request with `answer`.
+    """A callable that answers every request of the server by calling `answer`.
 
-    If `answer` raises, the server gets only the text from `public_text`. With `greets`, the client
-    tells its name to any server that asks. Tests without keys need this.
+    If `answer` raises an error, the server gets only the text from `public_text`.
+
+    greets  True to tell the client's name to any server that asks, for tests without keys
+    debug   True to print the traceback of every error on this machine
     """
 
     answer: Callable[[bytes], bytes]
@@ -43,7 +48,7 @@ class Answerer:
 
     @classmethod
     def of_file(cls, path: Path, log: Callable[[str], None]) -> Answerer:
-        """Return the handler of the client that a client.toml describes."""
+        """Return the `Answerer` for the client that the client.toml at `path` describes."""
         from dpfed.federation.client.client import Client
         from dpfed.federation.client_config import load_client
         from dpfed.registry import registry

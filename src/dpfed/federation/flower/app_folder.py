@@ -1,6 +1,7 @@
-"""The app folder for `flwr run`. It has names but no code: both sides use their own dpfed.
+"""The app folder for Flower's command `flwr run`.
 
-python -m dpfed.federation.flower.app_folder DIR
+It names functions but has no code: server and clients run these functions of their own dpfed. Write
+the folder with `python -m dpfed.federation.flower.app_folder DIR`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from pathlib import Path
 
 from dpfed.errors import DpfedError
 
-# Keys of the run configuration, which the server reads.
+# Keys of Flower's run configuration, which only the server reads.
 CONFIG = "dpfed-config"
 OUT = "dpfed-out"
 KEYS = "dpfed-keys"
-# Key of the run configuration and of `--node-config`: the socket of `dpfed server` or `client`.
+# Key of Flower's run configuration (at the server) and `--node-config` (at a client): the path of
+# the socket through which an app reaches `dpfed server` or `dpfed client`.
 RELAY = "dpfed-relay"
-# Key of `--node-config` under Flower's own SuperNode: the path of client.toml.
+# Key of `--node-config` for a SuperNode that Flower's own command starts: the path of client.toml.
 CLIENT = "dpfed-client"
 
 PROJECT = f"""\
@@ -43,7 +45,7 @@ clientapp = "dpfed.federation.flower.apps:client"
 
 
 def app_files() -> dict[str, bytes]:
-    """Return the files of the app folder, by name."""
+    """Return the contents of the files in the app folder, by file name."""
     return {
         "pyproject.toml": PROJECT.encode(),
         "LICENSE": b"No rights are needed for this folder: it holds names only.\n",
@@ -52,7 +54,7 @@ def app_files() -> dict[str, bytes]:
 
 
 def write_app(folder: Path) -> None:
-    """Write the app folder; raise DpfedError if it exists."""
+    """Write the app files to a new folder; raise DpfedError if the folder exists."""
     if folder.exists():
         raise DpfedError(f"{folder} is there already: choose another folder")
     folder.mkdir(parents=True)

@@ -38,9 +38,9 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
-    """Pass a message to this client and return the client's reply.
+    """Pass a message of the server to this machine's client, and return the client's reply.
 
-    The address of the client comes from its own `--node-config`, never from the message.
+    The path to the client comes from its own `--node-config`, never from the message.
     """
     header, data = opened(message.content)
     request = {"kind": kind, "header": header, "has_data": data is not None}
@@ -55,7 +55,7 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
 
 @lru_cache(maxsize=1)
 def _own_client(path: object) -> relay.Handler:
-    """Return a handler that answers requests in this process, as the client of a client.toml."""
+    """Return a function that answers requests in this process, as the client of a client.toml."""
     from dpfed.federation.flower.answering import Answerer, failing
 
     if not isinstance(path, str):
@@ -73,9 +73,10 @@ def _to_stderr(line: str) -> None:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
-    """Pass messages on for `dpfed server`, or run the server here under Flower's own commands.
+    """Pass messages on for `dpfed server`, or run the server in this process.
 
-    With Flower's own commands the clients' keys must be registered before.
+    The server runs in this process if Flower's own commands have started it. The clients' keys must
+    then be registered before.
     """
     from dpfed.federation.flower.post import GridPost, serve_grid
 

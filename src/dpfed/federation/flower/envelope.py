@@ -1,7 +1,6 @@
-"""Put a short header and bytes into Flower's messages.
+"""Put bytes and a header of short texts into Flower's messages, and read them again.
 
-Each message has an array with the bytes, and a header with the nonce and other short texts
-(`header.py`).
+`header.py` has the names of the texts, such as the nonce.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ARRAY_TYPE = "dpfed.bytes"
 
 
 def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
-    """Return the content of a message; without `data` it has only the header."""
+    """Return the content of a Flower message with this header and these bytes, if any."""
     content = RecordDict({HEADER: ConfigRecord({**header})})
     if data is not None:
         array = Array(dtype="uint8", shape=(len(data),), stype=ARRAY_TYPE, data=data)
@@ -28,9 +27,9 @@ def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
 
 
 def opened(content: RecordDict) -> tuple[dict[str, str], bytes | None]:
-    """Return the texts in the header of a message, and its bytes or None if it has none."""
-    # Flower's views `config_records` and `array_records` would be reference cycles, which keep
-    # messages in memory until the garbage collector runs.
+    """Return the header and the bytes of a Flower message; None for a message without bytes."""
+    # Do not use Flower's properties `config_records` and `array_records`: they make reference
+    # cycles, which keep large messages in memory until the garbage collector runs.
     header: Any = content.get(HEADER, {})
     texts = {key: value for key in header if isinstance(value := header[key], str)}
     try:

@@ -1,12 +1,12 @@
-"""The reverse proxy in front of Flower's port, at the server and at each client.
+"""The guard: a reverse proxy before Flower's port that passes only permitted requests.
 
-At the server it stands before the SuperLink, whose one port serves clients and administration. Only
-the URL paths of clients pass. Without it, anyone who reaches the port could register keys, stop the
-run or start code of their own.
+At the server, the guard is between the clients and the SuperLink (Flower's process there). The
+SuperLink has one port for clients and for administration, so only requests to the URL paths of
+clients pass. Otherwise, anyone could register keys, stop the run or start code.
 
-At a client it stands between the SuperNode and the server. A SuperNode runs the app that the server
-sends, so an app passes only if it has the files of `app_folder.py` and names dpfed's own
-functions. It then contains no code.
+At a client, the guard is between the SuperNode (Flower's process there) and the server. A SuperNode
+runs the app that the server sends. Therefore, an app passes only if it has the files of
+`app_folder.py` and names dpfed's own functions. Such an app contains no code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dpfed.federation.flower.app_folder import PROJECT, app_files
 FLEET = "/v1/fleet/"
 GET_APP = FLEET + "get-fab"
 PULL_OBJECT = FLEET + "pull-object"
-# URL paths that a client may request. All other paths are refused, so that a new way of Flower to
-# send apps is refused too.
+# URL paths that a client may request. All other paths are refused, so that new paths in later
+# versions of Flower cannot bring apps to a client unchecked.
 CLIENT_PATHS = frozenset(
     FLEET + name
     for name in (
@@ -51,9 +51,9 @@ CLIENT_PATHS = frozenset(
 MAX_REQUEST = 32 << 20
 MAX_APP = 1 << 20
 TIMEOUT_S = 60.0
-# Flower refuses a client whose clock is further ahead of the server's, in seconds.
+# Flower refuses a client whose clock is ahead of the server's clock by more seconds than this.
 CLOCK_TOLERANCE_S = 5
-# HTTP headers that belong to one connection. A proxy does not pass them on.
+# HTTP headers that are only for one connection, so a proxy must not pass them on.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade host content-length date "
     b"server content-encoding accept-encoding proxy-authorization proxy-connection".split()
@@ -68,20 +68,20 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class AppError(ValueError):
-    """Raised for an app that could run code of the server at a client."""
+    """Raised for an app from the server that could run the server's code at a client."""
 
 
 def note(line: str) -> None:
-    """Write a line to the log of this process, with the mark by which `dpfed client` finds it."""
+    """Write a line to the log, with the mark "dpfed: " by which other processes recognise it."""
     print(f"dpfed: {line}", file=sys.stderr, flush=True)
 
 
 class Guard:
-    """An ASGI application that passes permitted requests to `upstream`.
+    """An ASGI application that passes permitted HTTP requests to `upstream`, and refuses others.
 
     upstream  scheme, host and port, such as https://127.0.0.1:8000
-    verify    TLS context for `upstream`
-    client    True at a client: only `CLIENT_PATHS` pass, and apps are checked
+    verify    TLS context for the connection to `upstream`
+    client    True at a client: only requests to `CLIENT_PATHS` pass, and apps are checked
     """
 
     def __init__(self, upstream: str, verify: ssl.SSLContext | bool, client: bool) -> None:
@@ -105,7 +105,7 @@ class Guard:
         await _respond(send, *await self._forward(str(scope["path"]), headers, body))
 
     def refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> int:
-        """Return the HTTP status for a request that is refused, or 0 if it may pass."""
+        """Return the HTTP status with which a request is refused, or 0 if the request may pass."""
         path = str(scope["path"])
         open_path = path in CLIENT_PATHS if self._client else path.startswith(FLEET)
         plain = ".." not in path and not scope.get("query_string")
@@ -126,7 +126,8 @@ class Guard:
             )
         except httpx.HTTPError as error:
             text = str(error) or type(error).__name__
-            # After status 400 a SuperNode gives up. After status 503 it tries again.
+            # A SuperNode gives up after status 400 and tries again after status 503. A bad
+            # certificate does not improve by trying again.
             status = 400 if "certificate" in text.lower() else 503
             if status == 400:
                 self._note_once(text)
@@ -163,7 +164,7 @@ def _kept(headers: Headers) -> Headers:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return the body of a request, or None if it is too long."""
+    """Return the body of an HTTP request; None if it is too long or incomplete."""
     found = bytearray()
     while True:
         message = await receive()
@@ -183,7 +184,7 @@ async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> No
 
 
 def check_answer(path: str, body: bytes) -> None:
-    """Raise AppError if a server's answer could bring code to this client."""
+    """Raise AppError if the server's HTTP response for `path` could bring code to this client."""
     if path == GET_APP:
         if body:
             check_app(app_in(body))
@@ -192,10 +193,10 @@ def check_answer(path: str, body: bytes) -> None:
 
 
 def app_in(body: bytes) -> bytes:
-    """Return the app in an answer of the server.
+    """Return the app (a ZIP file) in an HTTP response of the server.
 
-    The answer is a protocol buffer with a single field, number 1. Field 2 inside this field is the
-    app. Only this exact form is accepted, so that no second app can be hidden in the answer.
+    The response is a protocol buffer with a single field, number 1. Field 2 inside this field is
+    the app. Only this exact form is accepted, so that no second app can be hidden in the response.
     """
     outer = list(_fields(body))
     if [number for number, _ in outer] != [1]:
@@ -210,7 +211,7 @@ def app_in(body: bytes) -> bytes:
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield (number, value) of each field of a protocol buffer.
 
-    Raise AppError for a field whose type has no stated length.
+    Raise AppError for a field of another type than bytes with a length.
     """
     at = 0
     while at < len(data):
@@ -223,7 +224,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the integer of variable length at position `at`, and the position after it."""
+    """Return the variable-length integer (varint) at position `at`, and the position after it."""
     value = 0
     for i, byte in enumerate(data[at : at + 10]):
         value |= (byte & 127) << (7 * i)
@@ -233,7 +234,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def check_app(data: bytes) -> None:
-    """Raise AppError unless an app has only dpfed's own names, and no code."""
+    """Raise AppError unless an app (a ZIP file) has no code and names only functions of dpfed."""
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             members = archive.infolist()
@@ -253,7 +254,7 @@ def check_app(data: bytes) -> None:
 
 
 def identity(project: dict[str, Any]) -> list[Any]:
-    """Return the entries that decide which code an app runs, and where Flower writes it."""
+    """Return the entries of pyproject.toml that decide which code an app runs, and its folder."""
     tool = project.get("tool", {})
     app = tool.get("flwr", {}).get("app", {}) if isinstance(tool, dict) else {}
     own = project.get("project", {})

@@ -1,8 +1,8 @@
-"""Names of the short texts beside the bytes of a request or a reply.
+"""Names of the short texts (header) that accompany the bytes of a request or a reply.
 
-The nonce is a random text in each request that only the server and this client know. Flower checks
-the key of each connected node. It does not check that a reply comes from the node that the reply
-names. The server therefore rejects a reply without the nonce as forged.
+The nonce is a random text in each request that only the server and the asked client know. Flower
+checks the key of each connected node (client), but not that a reply comes from the node that the
+reply names. Therefore, the server rejects a reply without the nonce of the request as forged.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Run Flower's SuperLink or SuperNode behind a guard, for as long as the parent runs.
+"""Run Flower's SuperLink or SuperNode, and end it when the parent process, dpfed, ends.
 
     python -m dpfed.federation.flower.keeper
 
+The keeper (this process) also runs the guard, a reverse proxy that filters requests (`guard.py`).
 The first line on stdin is a `Plan` in JSON. Later lines are orders:
 
-    executor   start Flower's SuperExec, which starts the apps
-    freeze     stop it from starting more apps
+    executor   start Flower's SuperExec, the process that starts apps
+    freeze     pause the SuperExec, so that it starts no more apps
 
-When the parent ends or is killed, stdin ends, and this process ends all others. A SuperNode gets
-time to sign off, so that its client can connect again at once. If this process is killed, Linux
-ends the SuperLink or SuperNode, and the SuperExec ends by itself.
+When the parent ends or is killed, stdin ends, and the keeper ends the processes that it has
+started. A SuperNode gets time to sign off at the server, so that its client can connect again at
+once. If the keeper is killed, Linux ends the SuperLink or SuperNode, and the SuperExec ends itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True) if LINUX else None
 POLL_S = 0.2
 # Seconds to wait for processes to end before they are killed. A SuperNode needs about five to sign
-# off. A SuperLink has nothing to do, and its port should be free at once.
+# off at the server. A SuperLink signs off nowhere, and its port should be free soon.
 SUPERNODE_ENDING_S = 8.0
 SUPERLINK_ENDING_S = 1.0
 STARTING_S = 300.0
@@ -47,16 +48,17 @@ STARTING_S = 300.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The program that a keeper runs, and how.
+    """The plan of a keeper: the commands to run, and the settings of the guard (reverse proxy).
 
-    command    Flower's SuperLink or SuperNode
-    executor   Flower's SuperExec; this process's id is appended
-    port       local port on which `command` listens, before the executor starts
-    socket     number of the open socket on which the guard listens
-    upstream   address that the guard passes requests to
-    authority  certificate file of the upstream's authority, or "" without TLS
-    tls        certificate and key file of the guard, or nothing without TLS
-    client     True at a client
+    command    command line of Flower's SuperLink or SuperNode
+    executor   command line of Flower's SuperExec, which starts apps; the keeper appends its own
+               process id
+    port       local port on which the SuperLink or SuperNode listens
+    socket     file descriptor of the open socket on which the guard listens
+    upstream   URL to which the guard passes requests
+    authority  certificate file that verifies the upstream's certificate; "" without TLS
+    tls        certificate file and key file of the guard; empty without TLS
+    client     True at a client, False at the server
     """
 
     command: list[str]
@@ -70,13 +72,13 @@ class Plan:
 
 
 def die_with_parent() -> None:
-    """Let Linux end the new process when this one is killed."""
+    """Let Linux end the process that calls this when its parent, the keeper, is killed."""
     if LIBC is not None:
         LIBC.prctl(PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own."""
+    """Start a command in a process group of its own, so that the whole group can be ended."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -102,12 +104,12 @@ def serve_guard(plan: Plan) -> None:
 
 
 class Keeper:
-    """The processes of a plan."""
+    """Starts and ends the processes of a plan: a SuperLink or SuperNode, and a SuperExec."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # Start this process before the guard's thread: a program with several threads should not
-        # fork.
+        # Start this process before the guard's thread, because forking a program with several
+        # threads can cause a deadlock.
         self._main = start(plan.command)
         self._executor: subprocess.Popen[bytes] | None = None
         self._waiting_since: float | None = None
@@ -120,7 +122,10 @@ class Keeper:
             os.kill(self._executor.pid, signal.SIGSTOP)
 
     def step(self) -> None:
-        """Start the executor once Flower's port is open. Set `ending` if a process has ended."""
+        """Start the SuperExec if it was ordered and the port of SuperLink or SuperNode is open.
+
+        Set `ending` if a process has ended.
+        """
         if self._main.poll() is not None or (self._executor and self._executor.poll() is not None):
             self.ending = True
         if self._waiting_since is None or self._executor is not None:
@@ -138,7 +143,7 @@ class Keeper:
             self.ending = True
 
     def end(self) -> int:
-        """End all processes, and return the exit code of the main one."""
+        """End all processes, and return the exit code of the SuperLink or SuperNode."""
         running = [each for each in (self._main, self._executor) if each is not None]
         for process in running:
             for number in (signal.SIGCONT, signal.SIGTERM):
@@ -153,9 +158,9 @@ class Keeper:
 
 
 def is_own(port: int) -> bool:
-    """Return True if all processes that listen on the port belong to this user.
+    """Return True if all processes that listen on a local port belong to this user.
 
-    The port was free when the plan was made. Another user may take it before Flower does. Without
+    The port was free when dpfed chose it, but another user may take it before Flower does. Without
     /proc, which lists the ports, the result is True.
     """
     owners = []
@@ -174,7 +179,7 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 def lines_of(descriptor: int) -> list[str] | None:
-    """Return the orders that have arrived, waiting for a moment; None at the end of the stream."""
+    """Return the orders that have arrived on stdin after a short wait; None if stdin has ended."""
     if not select.select([descriptor], [], [], POLL_S)[0]:
         return []
     text = os.read(descriptor, 1 << 16).decode()
@@ -201,7 +206,7 @@ def main() -> None:
             keeper.order(line)
         keeper.step()
     code = keeper.end()
-    # Do not wait for the guard's thread.
+    # Use os._exit, because sys.exit could wait for the guard's thread, which does not end.
     os._exit(code if 0 <= code < 256 else 1)
 
 

@@ -1,11 +1,10 @@
 """Deliver messages to Flower's nodes and fetch their replies, as plain values.
 
-    GridPost     calls Flower's Grid, in the process of Flower's ServerApp
-    RelayPost    the same for `dpfed server`, which reaches that process through a socket
+    GridPost     calls Flower's Grid; it runs in the process of Flower's ServerApp
+    RelayPost    lets `dpfed server` use that GridPost through a socket
 
-The round loop stays in the process of `dpfed server`, as in `dpfed run`. The ServerApp only passes
-The round loop stays in the process of `dpfed server`, as in `dpfed run`. The ServerApp only carries
-out the requests of this process.
+The training runs in the process of `dpfed server`, which tells the ServerApp what to send and to
+fetch. The ServerApp does nothing else.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from dpfed.federation.flower import relay
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-# Seconds in which Flower's ServerApp must have started.
+# Seconds within which Flower's ServerApp must have started.
 STARTING_S = 300.0
 
 
 class LinkDownError(ConnectionError):
-    """Raised if Flower's SuperLink does not reply."""
+    """Raised if Flower's SuperLink (its process at the server) does not reply."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A connected node: Flower's number, its public key, and the time of its connection."""
+    """A connected node (client): Flower's number, its public key, and the time it connected."""
 
     number: int
     key: bytes
@@ -41,12 +40,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Delivery:
-    """A reply.
+    """A reply that Flower has delivered.
 
-    node    number of the node that the reply names
+    node    number of the node (client) that the reply names as its sender
     error   Flower's error code, or None; with an error there is neither header nor data
-    header  short texts
-    broken  True if Flower could not assemble the reply
+    header  short texts, such as the nonce (`header.py`)
+    data    the bytes of the reply, or None
+    broken  True if Flower could not put the reply together from its pieces
     """
 
     node: int = 0
@@ -57,7 +57,10 @@ class Delivery:
 
 
 class Post(Protocol):
-    """Delivers messages to nodes. Each method raises LinkDownError if the SuperLink is silent."""
+    """Delivers messages to nodes (clients), and fetches replies.
+
+    Each method raises LinkDownError if Flower's SuperLink does not reply.
+    """
 
     def nodes(self) -> list[Node]: ...
 
@@ -70,11 +73,11 @@ class Post(Protocol):
         """
 
     def take(self, key: str) -> Delivery | None:
-        """Return the reply to the message with this id, or None if there is none yet."""
+        """Return the reply to the message with the id `key`; None if there is none yet."""
 
 
 class GridPost:
-    """Delivers messages through Flower's Grid."""
+    """Delivers messages through Flower's Grid, an object that only Flower's ServerApp has."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -117,7 +120,7 @@ class GridPost:
 
 
 def _reached(ask: Callable[[], Any]) -> Any:
-    """Return the value of `ask`. Raise LinkDownError for any error of Flower's calls."""
+    """Call `ask` and return its result. Raise LinkDownError for any error of Flower."""
     try:
         return ask()
     except Exception as error:
@@ -131,7 +134,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def serve_grid(grid: Grid, path: str) -> None:
-    """Carry out the requests of `dpfed server` on the socket at `path`, until it sends "end"."""
+    """Do what `dpfed server` requests through the socket at `path`, until it requests "end"."""
     own = GridPost(grid)
     ended = threading.Event()
 
@@ -167,9 +170,9 @@ def _done(
 
 
 class RelayPost:
-    """Delivers messages through the ServerApp that listens at `path`.
+    """Delivers messages by way of Flower's ServerApp, which listens at the socket `path`.
 
-    alive   raises StoppedError if the processes of Flower have ended
+    alive   raises StoppedError if Flower's SuperLink has ended
     """
 
     def __init__(self, path: str, alive: Callable[[], None] = lambda: None) -> None:
@@ -177,7 +180,7 @@ class RelayPost:
         self._alive = alive
 
     def wait(self, stop: Callable[[], None] = lambda: None) -> None:
-        """Wait until the ServerApp answers."""
+        """Wait until Flower's ServerApp has started and answers."""
         end = time.monotonic() + STARTING_S
         while True:
             stop()
@@ -208,7 +211,7 @@ class RelayPost:
         return Delivery(**{**header["found"], "data": data if header["has_data"] else None})
 
     def end(self) -> None:
-        """Let the ServerApp end. Do nothing if it has ended already."""
+        """Let Flower's ServerApp end. Do nothing if it has ended already."""
         try:
             relay.call(self._path, {"do": "end"})
         except OSError:

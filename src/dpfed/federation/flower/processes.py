@@ -1,6 +1,7 @@
-"""Run Flower's commands: a SuperLink or a SuperNode in a keeper (`keeper.py`), and `flwr`.
+"""Run Flower's commands: SuperLink (at the server), SuperNode (at a client) and `flwr`.
 
-All commands run without telemetry, update checks and installation of packages.
+SuperLink and SuperNode run in a keeper, a process that ends them when dpfed ends (`keeper.py`). All
+commands run without telemetry, update checks and installation of packages.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ from dpfed.privacy.ledger.private_files import OWNER_UMASK, make_private_folder,
 
 KEEPER = [sys.executable, "-m", "dpfed.federation.flower.keeper"]
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# Log lines that begin with these words never explain why a process has ended.
+# Log lines of Flower that begin with these words never explain why a process has ended.
 IRRELEVANT = ("INFO", "WARNING", "For more information", "Finished")
-# Lines of the log that `dpfed client` repeats begin with this mark.
+# Lines that dpfed itself writes to the log begin with this mark, by which they are found.
 MARK = "dpfed: "
-# Seconds to wait for a keeper to end its processes, before it is killed.
+# Seconds that a keeper has to end its processes, before it is killed.
 ENDING_S = 12.0
 COMMAND_S = 300.0
-# Timeout in seconds for the keeper of a killed server to free the port.
+# Longest wait in seconds for a port. After a server is killed, its keeper frees the port soon.
 PORT_S = 10.0
-# Name of the SuperLink in Flower's configuration file.
+# Name of the server's SuperLink in Flower's configuration file, which `flwr` commands use.
 LINK_NAME = "dpfed"
 
 
 @dataclass(frozen=True)
 class Process:
-    """A SuperLink or SuperNode in its keeper.
+    """A running SuperLink or SuperNode, with its keeper (the process that ends it).
 
-    log      file with the output of all its processes
-    address  where processes of this machine reach the SuperLink or SuperNode itself
+    kind     "SuperLink" or "SuperNode"
+    popen    the process of the keeper
+    log      file with the output of all processes that the keeper runs
+    address  address at which processes on this machine reach the SuperLink or SuperNode
     """
 
     kind: str
@@ -57,14 +60,14 @@ class Process:
     address: Address
 
     def alive(self) -> None:
-        """Raise StoppedError if the process has ended."""
+        """Raise StoppedError if the keeper, and so the SuperLink or SuperNode, has ended."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
             )
 
     def order(self, line: str) -> None:
-        """Send an order to the keeper. If the keeper has ended, `alive` raises an error later."""
+        """Send a line to the keeper, such as "freeze". Raise no error if the keeper has ended."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(line.encode() + b"\n")
@@ -73,7 +76,7 @@ class Process:
             return
 
     def end(self) -> None:
-        """Let the keeper end its processes, and wait until it has ended."""
+        """Let the keeper end its processes and itself, and wait until it has ended."""
         assert self.popen.stdin is not None
         with suppress(OSError):
             self.popen.stdin.close()
@@ -85,7 +88,10 @@ class Process:
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs, which start each other by name."""
+    """Return the environment variables for Flower's programs.
+
+    PATH begins with the folder of their commands, because the programs start each other by name.
+    """
     scripts = sysconfig.get_path("scripts")
     path = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
     own = {"FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1", "PATH": path}
@@ -93,7 +99,7 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Return the path of one of Flower's commands."""
+    """Return the path of Flower's command `name`; raise DpfedError if it is not installed."""
     found = shutil.which(name, path=flower_environment(Path())["PATH"])
     if found is None:
         raise DpfedError(f"Flower's command {name} is not there: pip install 'dpfed[flower]'")
@@ -101,9 +107,9 @@ def program(name: str) -> str:
 
 
 def listening(address: Address, patience: float = 0.0) -> socket.socket:
-    """Return an open socket at the address.
+    """Return a socket that listens at `address`.
 
-    Raise DpfedError if the port is still taken after `patience` seconds.
+    Raise DpfedError if another process still uses the port after `patience` seconds.
     """
     end = time.monotonic() + patience
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -132,9 +138,11 @@ def free_port() -> int:
 
 @contextmanager
 def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[Process]:
-    """Run a SuperLink with the TLS keys in `folder`, or without encryption if `folder` is None.
+    """Run a SuperLink (Flower's process at the server) until the context ends.
 
-    Its guard listens at `listen`. Leaving the context ends the processes.
+    listen  address of its guard, the reverse proxy to which clients connect
+    home    folder for Flower's files and the log
+    folder  folder of the TLS keys; None for no encryption
     """
     own = Address("127.0.0.1", free_port())
     tls = ["--insecure"]
@@ -172,9 +180,12 @@ def superlink(listen: Address, home: Path, folder: Path | None) -> Iterator[Proc
 def supernode(
     server: Address, home: Path, link: LinkSection | None, relay: str
 ) -> Iterator[Process]:
-    """Run a SuperNode with the keys of [link], or without encryption if `link` is None.
+    """Run a SuperNode (Flower's process at a client) until the context ends.
 
-    Its guard connects to `server`. The SuperNode hands its messages to the socket at `relay`.
+    server  address of the server, to which its guard (a reverse proxy) connects
+    home    folder for Flower's files and the log
+    link    section [link] of client.toml with the keys; None for no encryption
+    relay   path of the socket through which `dpfed client` gets the messages
     """
     own = Address("127.0.0.1", free_port())
     guard = listening(Address("127.0.0.1", 0))
@@ -185,7 +196,8 @@ def supernode(
         refuse_insecure(server)
         arguments += ["--insecure"]
     else:
-        # Flower's SuperNode takes a key only with TLS, so the guard has a certificate for it.
+        # Flower's SuperNode uses its key only over TLS. Its connection ends at the guard, so the
+        # guard needs a certificate.
         authority, *found = keys.make_local(home / "local")
         tls = [str(path) for path in found]
         arguments += ["--root-certificates", str(authority)]
@@ -221,7 +233,14 @@ def _keep(
     home: Path,
     **plan: object,
 ) -> Process:
-    """Start a keeper, and return it; its log is in the folder `home`."""
+    """Start the keeper of a SuperLink or SuperNode; its log is in the folder `home`.
+
+    arguments  further arguments of the SuperLink or SuperNode
+    executor   further arguments of the SuperExec, Flower's process that starts apps
+    guard      socket on which the guard (a reverse proxy) listens
+    own        local address for the SuperLink or SuperNode
+    plan       further fields of `keeper.Plan`
+    """
     make_private_folder(home)
     secret = ["--superexec-auth-secret-file", str(secret_file(home))]
     listen = ["--host", own.host, "--port", str(own.port), "--isolation", "process"]
@@ -257,8 +276,8 @@ def _keep(
 def secret_file(home: Path) -> Path:
     """Write a new secret to a file that only its owner can read, and return the path.
 
-    Flower's SuperExec proves with this secret that it may fetch tasks. Flower reads it only from a
-    file.
+    Flower's SuperExec (the process that starts apps) proves with this secret that it may do so.
+    Flower reads the secret only from a file.
     """
     make_private_folder(home)
     path = home / "secret"
@@ -288,7 +307,7 @@ def flwr(home: Path, *words: str) -> str:
 
 
 def wait_open(process: Process, limit: float = 300.0) -> None:
-    """Wait until the process accepts connections; raise DpfedError after `limit` seconds."""
+    """Wait until a SuperLink or SuperNode accepts connections; raise DpfedError after `limit` s."""
     end = time.monotonic() + limit
     while True:
         process.alive()
@@ -306,14 +325,14 @@ def log_size(log: Path) -> int:
 
 
 class Notes:
-    """Reads the lines that the guard writes to a log from now on."""
+    """The notes of the guard (reverse proxy): lines that it writes to a log from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._read = log_size(log)
 
     def new(self) -> list[str]:
-        """Return the guard's complete lines since the last call."""
+        """Return the complete lines that the guard has written since the last call."""
         if log_size(self._log) <= self._read:
             return []
         with self._log.open("rb") as file:
@@ -326,7 +345,7 @@ class Notes:
 
 
 def log_lines(log: Path, start: int) -> list[str]:
-    """Return the lines of a log after byte `start`, at most its last 8 KiB."""
+    """Return the non-empty lines of a log after byte `start`, from at most its last 8 KiB."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 8192))
@@ -337,9 +356,10 @@ def log_lines(log: Path, start: int) -> list[str]:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return why a process has ended, from its log after byte `start`.
+    """Return the reason why a process has ended, from its log after byte `start`.
 
-    This is the last line of the guard, or Flower's last error, or else the last line.
+    This is the last line that dpfed's guard has written. Without one, it is Flower's last error,
+    and without an error, it is the last line of the log.
     """
     lines = [line for line in log_lines(log, start) if not line.startswith(IRRELEVANT)]
     own = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]

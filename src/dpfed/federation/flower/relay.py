@@ -1,4 +1,6 @@
-"""Carry requests and replies between two processes of one machine, over a Unix socket.
+"""Send requests and replies between two processes on one machine, over a Unix socket.
+
+A message has these parts:
 
     4 bytes    length of the header, little-endian
     8 bytes    length of the data
@@ -6,7 +8,7 @@
     data       bytes
 
 Flower runs its apps in processes of their own. The apps exchange all messages with `dpfed server`
-or `dpfed client` through such a socket. Only its owner can open the folder of the socket.
+or `dpfed client` through such a socket. It is in a folder that only its owner can open.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Header = dict[str, Any]
 Handler = Callable[[Header, bytes], tuple[Header, bytes]]
 LENGTHS = struct.Struct("<IQ")
 HEADER_LIMIT = 1 << 20
-# Timeout in seconds for the next bytes from another process on this machine.
+# Longest wait in seconds for the next bytes of a message from another process on this machine.
 PATIENCE_S = 60.0
 SOCKET = "relay"
 
@@ -40,13 +42,14 @@ class RelayError(ConnectionError):
 def send(sock: socket.socket, header: Header, data: bytes) -> None:
     text = json.dumps(header).encode()
     sock.sendall(LENGTHS.pack(len(text), len(data)) + text)
-    # Without data the message is complete. The other process may have replied and ended already.
+    # Do not send empty data: the message is complete, and the other process may have replied and
+    # ended already, which would raise an error here.
     if data:
         sock.sendall(data)
 
 
 def receive(sock: socket.socket, limit: int | None) -> tuple[Header, bytes]:
-    """Return the next header and its data. Raise RelayError for more than `limit` bytes."""
+    """Read a message: its header and data. Raise RelayError for more than `limit` bytes of data."""
     header_size, size = LENGTHS.unpack(_exactly(sock, LENGTHS.size))
     if header_size > HEADER_LIMIT or (limit is not None and size > limit):
         raise RelayError(f"{size:,} bytes are more than {limit or HEADER_LIMIT:,}")
@@ -77,14 +80,14 @@ def call(
 
 @dataclass(frozen=True)
 class Call:
-    """A request from another process, which waits for the reply."""
+    """A request that another process has sent through the socket; it waits for the reply."""
 
     sock: socket.socket
     header: Header
     data: bytes
 
     def answer(self, handler: Handler) -> None:
-        """Send the handler's reply; a process that no longer waits is not an error."""
+        """Send the handler's reply. It is no error if the other process no longer waits for it."""
         with self.sock:
             header, data = handler(self.header, self.data)
             with suppress(OSError):
@@ -102,7 +105,7 @@ class Listener:
         self._socket.listen()
 
     def next(self, timeout: float) -> Call | None:
-        """Return the next call, or None if none has arrived after `timeout` seconds."""
+        """Return the next request; None if no valid one arrives within `timeout` seconds."""
         self._socket.settimeout(timeout)
         try:
             sock = self._socket.accept()[0]
@@ -122,7 +125,7 @@ class Listener:
 
 
 def serve(path: str, handler: Handler, ended: threading.Event) -> None:
-    """Answer each call in a thread of its own until `ended` is set."""
+    """Answer requests at the socket `path`, each in a thread of its own, until `ended` is set."""
     listener = Listener(path)
     try:
         while not ended.is_set():
@@ -137,7 +140,7 @@ def serve(path: str, handler: Handler, ended: threading.Event) -> None:
 def private_path() -> Iterator[str]:
     """Yield the path of a socket in a new folder that only this user can open.
 
-    A socket's path has at most 107 bytes, so the folder is not in the folder of a run.
+    The folder is a temporary one with a short path, because a socket's path has at most 107 bytes.
     """
     base = None if len(tempfile.gettempdir()) < 60 else "/tmp"
     folder = Path(tempfile.mkdtemp(prefix="dpfed-", dir=base))

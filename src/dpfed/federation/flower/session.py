@@ -1,4 +1,4 @@
-"""Open a run on the server's own SuperLink, with Flower's documented commands.
+"""Open a run on the SuperLink of `dpfed server`, with Flower's documented commands.
 
 flwr supernode register   for each client's public key
 flwr run                  starts the ServerApp, which passes messages on (`post.py`)
@@ -29,9 +29,13 @@ PARALLEL = 4
 def opened_run(
     process: Process, folder: Path | None, names: Sequence[str], stop: Callable[[], None]
 ) -> Iterator[RelayPost]:
-    """Register the clients' keys in `folder`, start the ServerApp, and yield a RelayPost to it.
+    """Register the clients' public keys, start Flower's ServerApp, and yield a RelayPost to it.
 
-    Afterwards no other app can start on this SuperLink.
+    From then on, no other app can start on this SuperLink.
+
+    process  the running SuperLink
+    folder   folder of the keys; None for a trial without keys
+    stop     called again and again while waiting; raises an error to end the run
     """
     home = process.log.parent
     wait_open(process)
@@ -54,7 +58,7 @@ def opened_run(
 
 
 def write_link(home: Path, process: Process, folder: Path | None) -> None:
-    """Write Flower's configuration file, which says where the SuperLink is."""
+    """Write Flower's configuration file, which has the address of the SuperLink."""
     link: dict[str, str | bool] = {"address": str(process.address)}
     if folder is None:
         link["insecure"] = True

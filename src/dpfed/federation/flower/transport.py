@@ -1,7 +1,7 @@
-"""Send requests to clients and collect their replies.
+"""Send requests to clients through Flower, and collect their replies.
 
-A client is identified by its key. A reply is accepted only if it comes from the node that got the
-request, and if it contains the nonce of that request.
+A client is identified by its public key. A reply is accepted only if it comes from the node
+(Flower's process at a client) that got the request, and if it contains the request's nonce.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
-# Type of Flower's messages; it selects the function of the ClientApp that answers.
+# Type of the messages. Flower selects by it the function of the client's app that answers.
 TRAIN = "train"
 POLL_S = 0.2
-# Longest wait for replies in one poll, in seconds.
+# Longest time in seconds that one call of `Pulls.of` waits for replies.
 PULL_S = 0.5
-# Largest number of replies that are fetched at the same time. Memory use therefore does not grow
-# with the number of clients.
+# Largest number of replies that are fetched at the same time, so that memory use does not grow with
+# the number of clients.
 MAX_PULLS = 2
-# A reply that is not complete after so many seconds no longer counts in MAX_PULLS.
+# A reply that is incomplete after this many seconds no longer counts towards MAX_PULLS. Otherwise,
+# slow clients could block the replies of all others.
 STALLED_S = 5.0
 GREETING_TIMEOUT_S = 60.0
-# Flower reports an error if a node disconnects before it replies, or if its app does not start. A
-# request is sent at most this many times over one connection.
+# A request is sent again if Flower reports that the client disconnected or that its app did not
+# start. It is sent at most this many times over one connection.
 MOST_SENDS = 3
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Flower's number for a client's node, and the time at which the node connected.
+    """The connection of a client: the number of its node in Flower, and the time it connected.
 
     A client that connects again has lost its earlier requests, so they must be sent again.
     """
@@ -49,7 +50,12 @@ class Connection:
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that waits for its reply: client name, node number and the message's nonce."""
+    """A message that was sent and waits for its reply.
+
+    name   name of the client
+    node   number of the client's node in Flower
+    nonce  secret random text, which the reply must contain
+    """
 
     name: str
     node: int
@@ -58,7 +64,7 @@ class Sent:
 
 @dataclass
 class Exchange:
-    """The requests of one call of `send_all`, and the state of their replies."""
+    """One exchange with clients: the requests of a call of `send_all`, and who has replied."""
 
     requests: Mapping[str, bytes]
     timeout: float
@@ -77,11 +83,11 @@ class Exchange:
 
 
 class Pulls:
-    """Fetches the replies to several messages, each in a thread of its own.
+    """Fetches (pulls) the replies to several messages, each in a thread of its own.
 
-    Flower splits a large reply into pieces, and its call blocks until all pieces have arrived. With
-    one call for all messages, a client could block the replies of all others: it would announce a
-    piece and never send it. If it sent a damaged piece, the replies of the others would be lost.
+    Flower splits a large reply into pieces, and the call that fetches replies blocks until all
+    pieces have arrived. If one call fetched all replies, a client that never sends a piece would
+    block all other replies. A client that sends a damaged piece would destroy them.
 
     At most MAX_PULLS threads work at once, so that memory does not hold all replies together.
     """
@@ -90,15 +96,17 @@ class Pulls:
         self._post = post
         self._threads: dict[str, threading.Thread] = {}
         self._found: dict[str, Delivery | Exception | None] = {}
-        # Start of the last thread for each message, in seconds of `time.monotonic`.
+        # Time at which the last thread for a message started, in seconds of `time.monotonic`.
         self._started: dict[str, float] = {}
         self._finished = threading.Event()
 
     def of(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery | Exception]]:
-        """Wait at most `PULL_S` seconds, and yield what the threads have fetched.
+        """Wait at most `PULL_S` seconds for replies to these messages; yield those that arrived.
 
-        Each element is a message id with its reply, or with the error of the call. The messages
-        that have waited longest are tried first.
+        An element is a message id and the reply, or the error of the call that fetched it. Replies
+        to the messages that have waited longest are fetched first.
+
+        keys  ids of the messages
         """
         wanted = sorted(keys, key=lambda key: self._started.get(key, 0.0))
         waiting = [key for key in wanted if key not in self._threads]
@@ -112,7 +120,7 @@ class Pulls:
                 del self._threads[key]
                 found = self._found.pop(key)
                 own = [found] if found is not None else []
-                # Keep no reference, so that the caller can free the reply before the next one.
+                # Keep no reference, so that the caller can free this reply before the next arrives.
                 del found
                 while own:
                     yield key, own.pop()
@@ -123,14 +131,14 @@ class Pulls:
                 self._finished.wait(max(0.0, end - time.monotonic()))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Ignore replies to these messages that arrive later."""
+        """Ignore later replies to the messages with these ids."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)
             self._started.pop(key, None)
 
     def _busy(self) -> int:
-        """Return the number of threads that count in MAX_PULLS."""
+        """Return the number of threads that count towards MAX_PULLS."""
         stalled = time.monotonic() - STALLED_S
         keys = list(self._threads)
         return sum(key in self._found or self._started[key] > stalled for key in keys)
@@ -155,10 +163,10 @@ class PostTransport:
     """Sends requests to clients through Flower and returns their replies.
 
     keys    public key of each client by name, in PEM format; None in tests on one machine, where
-            each node tells its client name
-    absent  seconds to wait while none of the clients without a reply is connected
-    stop    called while waiting; may raise to end the run
-    alive   called when the SuperLink does not reply; raises if the SuperLink has ended
+            a client itself tells its name
+    absent  seconds to wait while no client that still has to reply is connected
+    stop    called again and again while waiting; raises an error to end the run
+    alive   called if Flower's SuperLink does not reply; raises an error if its process has ended
     seen    called with the names of the connected clients whenever they are looked up
     """
 
@@ -178,12 +186,12 @@ class PostTransport:
         self._seen = seen
         self._pulls = Pulls(post)
         self._names = None if keys is None else {key: name for name, key in keys.items()}
-        # `_greetings` has the greetings that wait for replies, by message id. `_greeted_names` has
-        # the client names in the replies, by node number.
+        # Without keys, a message (greeting) asks each node for its client's name. These are the
+        # greetings without a reply by message id, and the names in the replies by node number.
         self._greetings: dict[str, Sent] = {}
         self._greeted_names: dict[int, str] = {}
-        # Clients that did not connect during the last exchange. The next exchange does not wait for
-        # them.
+        # Clients that did not connect during the last call of `send_all`. The next call does not
+        # wait for them.
         self._gone: set[str] = set()
 
     def send_all(
@@ -191,8 +199,9 @@ class PostTransport:
     ) -> Iterator[tuple[str, bytes | Exception]]:
         """Send requests; yield (client name, reply) when a reply arrives, for `timeout` seconds.
 
-        For a refusal or an unreadable reply, the pair has an error. A client that connects again
-        gets its request again. Replies to earlier calls are ignored.
+        If a client refuses, or its reply is unreadable, the pair has an exception instead of the
+        reply. A client that connects again gets its request again. Replies to requests of earlier
+        calls are ignored.
         """
         exchange = Exchange(requests, timeout)
         end = time.monotonic() + timeout
@@ -209,7 +218,7 @@ class PostTransport:
                     connected = set()
                 present = exchange.missing & connected
                 # Before the first reply, wait for every missing client. After it, do not wait for
-                # clients that were also absent during the last exchange.
+                # clients that did not connect during the last call either.
                 awaited = present or not exchange.answered or exchange.missing - self._gone
                 if not exchange.missing or not awaited:
                     break
@@ -221,7 +230,7 @@ class PostTransport:
             self._pulls.forget(exchange.sent)
 
     def _send_missing(self, exchange: Exchange) -> set[str]:
-        """Send requests over new connections, and return the connected clients."""
+        """Send requests to clients with a new connection, and return all connected clients."""
         connected = self.connected()
         for name in sorted(exchange.missing & connected.keys()):
             if exchange.connections.get(name) != connected[name]:
@@ -231,10 +240,10 @@ class PostTransport:
     def wait_for(
         self, names: Iterable[str], enough: int, limit: float, say: Callable[[str], None]
     ) -> None:
-        """Wait until at least `enough` of these clients are connected.
+        """Wait until at least `enough` of the clients `names` are connected.
 
-        Raise StoppedError after `limit` seconds. `say` is called with a line whenever the number of
-        connected clients changes.
+        Raise StoppedError after `limit` seconds. When the number of connected clients changes,
+        call `say` with a line about it.
         """
         wanted = set(names)
         end = time.monotonic() + limit
@@ -300,13 +309,13 @@ class PostTransport:
     def _push(self, sent: Sent, kind: str, data: bytes | None, timeout: float) -> dict[str, Sent]:
         """Send one message, and return {message id: `sent`}; {} if Flower does not accept it.
 
-        Flower drops the message after `timeout` seconds, so that no client computes an old round.
+        Flower drops the message after `timeout` seconds, so that no client answers it too late.
         """
         key = self._post.send(sent.node, kind, {NONCE: sent.nonce}, data, timeout)
         return {key: sent} if key else {}
 
     def _pull(self, keys: Iterable[str]) -> Iterator[tuple[str, Delivery]]:
-        """Yield pairs of a message id and the reply to it, for all replies that have arrived."""
+        """Yield (message id, reply) for those of these messages whose replies have arrived."""
         for key, found in self._pulls.of(keys):
             if isinstance(found, Exception):
                 raise found
@@ -317,8 +326,8 @@ class PostTransport:
             yield key, own.pop()
 
     def _collect(self, exchange: Exchange) -> Iterator[tuple[str, bytes | Exception]]:
-        # Also fetch second replies of clients that connected again: otherwise their threads would
-        # count in MAX_PULLS until the end of the exchange.
+        # A client that connected again may send two replies. Fetch the second one, too: its thread
+        # would otherwise count towards MAX_PULLS and delay other replies.
         for key, reply in self._pull(exchange.sent):
             sent = exchange.sent.pop(key)
             if sent.name in exchange.answered:
@@ -332,9 +341,9 @@ class PostTransport:
 
 
 def _may_send_again(exchange: Exchange, sent: Sent) -> bool:
-    """Forget a client's connection, so that the client gets its request again.
+    """Forget a client's connection, so that the client gets its request again; return True.
 
-    Return False after `MOST_SENDS` attempts over one connection.
+    Return False if the request was sent `MOST_SENDS` times over this connection.
     """
     connection = exchange.connections.get(sent.name)
     if connection is not None and exchange.sends[connection] >= MOST_SENDS:
@@ -363,7 +372,7 @@ def _checked_payload(reply: Delivery, sent: Sent) -> bytes | Exception:
 
 
 def _is_genuine(reply: Delivery, sent: Sent) -> bool:
-    """Return True if a reply comes from the node that was asked and has the nonce."""
+    """Return True if a reply comes from the node that got the request, and has its nonce."""
     nonce = reply.header.get(NONCE, "")
     same_node = reply.error is None and not reply.broken and reply.node == sent.node
     return same_node and hmac.compare_digest(nonce.encode(), sent.nonce.encode())

@@ -1,1 +1,1 @@
-"""The server of a federation, which is a backend of the round loop."""
+"""The server of a federation: it lets clients on a network compute the rounds of a training."""

@@ -1,7 +1,7 @@
-"""The server's messages of one exchange. Memory holds one message at a time.
+"""The server's requests of a round and the clients' replies, with one message in memory at a time.
 
-Requests are packed when they are sent. Replies are checked when they arrive and wait in files until
-the mean is computed.
+Requests are converted to bytes when they are sent. Replies are checked when they arrive, and are
+stored in files until their mean is computed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PREFIX = "replies-"
 
 
 class PackedRequests(Mapping[str, bytes]):
-    """Requests as bytes, by client name. Each is packed when it is read.
+    """Requests as bytes, by client name. Each is converted to bytes only when it is looked up.
 
-    digests  hash of each request that was read, by client name
+    digests  hash of each request that was looked up, by client name
     """
 
     def __init__(self, requests: Mapping[str, Request | ScoringRequest]) -> None:
@@ -48,10 +48,11 @@ class PackedRequests(Mapping[str, bytes]):
 
 
 class StoredReplies:
-    """The valid replies of a round: their receipts, and their tensors in files.
+    """The valid replies of a round. Their tensors are in files, not in memory.
 
-    A file holds a reply's bytes as received. An int8 reply thus needs a quarter of the disk space
-    of a float32 reply.
+    A file has the bytes as received, so an int8 reply needs little disk space.
+
+    receipts  the fields of each reply except its tensors, by client number
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,10 +68,12 @@ class StoredReplies:
     def mean(
         self, clients: Sequence[int], weights: Sequence[float], layout: Layout, device: torch.device
     ) -> Message:
-        """Return the weighted sum of these clients' tensors, by name.
+        """Return the weighted sum of the tensors in these clients' replies, by tensor name.
 
-        The clients are added one after another, in the order given. The order in which the replies
-        arrived thus does not change the last bits.
+        The sum adds the clients in the order given. Therefore, its last bits do not depend on the
+        order in which the replies arrived.
+
+        layout  formats and lengths of the tensors, by name
         """
         total = {name: torch.zeros(field.size, device=device) for name, field in layout.items()}
         for client, weight in zip(clients, weights, strict=True):
@@ -91,7 +94,7 @@ class StoredReplies:
 
 @contextmanager
 def stored_replies(folder: Path | None) -> Iterator[StoredReplies]:
-    """Yield an empty store of replies, whose files are deleted at the end.
+    """Yield an empty store of replies, whose files are deleted when the context ends.
 
     folder  folder in which the files are made; None for the system's folder of temporary files
     """
@@ -104,6 +107,6 @@ def stored_replies(folder: Path | None) -> Iterator[StoredReplies]:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the files of replies that a killed server has left behind."""
+    """Delete the reply files that a killed server has left in `folder`."""
     for old in folder.glob(f"{PREFIX}*"):
         shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The log of a server: progress for people, or one JSON object per line."""
+"""The log of a server on stderr: a progress display for people, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfed.training.rounds import Round
 
 
 class JsonDisplay(Callback):
-    """Callback that writes the lines of a server's log as JSON on stderr."""
+    """Callback that writes each line of a server's log to stderr as a JSON object."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds

@@ -1,19 +1,20 @@
-"""The server of a federation: a backend of the round loop whose clients are on a network.
+"""The server of a federation: it computes each round of a training with clients on a network.
 
-The server sends each client of the cohort a request, checks each reply when it arrives, and stores
-valid ones in files. At the end of the round it averages them in the order of the clients. Memory
-thus holds one message at a time, and the order of arrival does not change the mean. The log names
-each client without a valid reply. If too few replies are valid, the server repeats the requests
-that have no valid reply. If too few are valid even then, the round is lost: the server's state
-stays as it is, and the next round begins.
+The server sends a request to each client of the cohort (the clients of this round). It checks each
+reply when it arrives, and stores valid replies in files. At the end of the round, it averages them
+in the order of the clients. Therefore, memory holds one message at a time, and the order of arrival
+does not change the mean. The log names each client without a valid reply.
 
-The clients charge their own ledgers, so the round loop's `Spending` has no ledger here. It counts
-every client that got a request as charged. The server's epsilons are therefore upper bounds, and
-for this run only. The spending of a client over all runs is only in the client's own ledger.
+If too few replies are valid, the server repeats the requests that have no valid reply. If too few
+are valid even then, the round is lost: the model does not change, and the next round begins.
+
+Each client records its privacy spending in its own ledger file. The server has no ledger: it counts
+every client that got a request as if the client had spent. The server's epsilons are therefore
+upper bounds, and only for this run. Only the client's ledger has its spending over all runs.
 
 A request depends only on the configuration and on the checkpoint. A killed and resumed server
-therefore repeats its last requests byte for byte. Clients then send their stored replies and charge
-nothing.
+therefore repeats its last requests byte for byte. Clients then send their stored replies again and
+spend nothing.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
 Log = Callable[[str], None]
-# Requests by the number of the client in the plan.
+# Requests by client number, the index of the client's name in alphabetical order.
 Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
 
 
 class Transport(Protocol):
-    """Sends requests to clients, and yields pairs of a client's name and its reply.
+    """Sends requests to clients by name, and yields pairs of a client's name and its reply.
 
-    A client that does not reply within `timeout` seconds has no pair. For a refusal or an
-    unreadable reply, the pair has an error.
+    There is no pair for a client that does not reply within `timeout` seconds. If a client refuses,
+    or its reply is unreadable, the pair has an exception instead of the reply.
     """
 
     def send_all(
@@ -68,7 +69,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The name of a run in requests, and the folder for files of replies.
+    """The place of a run: its name in requests, and the folder for the files of replies.
 
     If `folder` is None, the files are in the system's folder of temporary files.
     """
@@ -78,16 +79,17 @@ class RunPlace:
 
 
 class Federation:
-    """The backend of the round loop for clients on a network.
+    """The part of the server that lets clients on a network compute the rounds of a training.
 
-    Client i of the plan is the i-th name of `section.clients` in alphabetical order. With
-    `seeded`, the clients use repeatable noise (test mode).
+    Client number i is the i-th name of `section.clients` in alphabetical order. With `seeded`, the
+    clients use repeatable noise (test mode).
 
-    heads   row count and last hash of each client's ledger in its last reply
+    heads   row count and last hash of each client's ledger, as in the client's last reply
     used    last round in which each client's message was used
-    scores  accuracies on held-out units so far
+    scores  accuracies so far, on records that clients hold out from training
 
-    The next request to a client contains its `heads` and `used`. A checkpoint contains all three.
+    The next request to a client contains its entries of `heads` and `used`. A checkpoint contains
+    all three.
     """
 
     def __init__(
@@ -129,9 +131,9 @@ class Federation:
         clients: Sequence[int],
         wait_for_charge: WaitForCharge = no_charge,
     ) -> tuple[Message, int]:
-        """Return the mean of the valid messages, and the number of these messages.
+        """Send the requests of round t; return the mean of the valid replies and their number.
 
-        `wait_for_charge` is not used, because each client charges its own ledger.
+        `wait_for_charge` is not used, because each client records its spending in its own ledger.
         """
         requests = self.training_requests(t, state, clients)
         needed = min(self._job.config.run.min_clients or self._job.schedule.cohort, len(clients))
@@ -141,7 +143,7 @@ class Federation:
                 missing = {i: r for i, r in requests.items() if i not in replies.receipts}
                 for i, reply, data in self._exchange(missing, self._rounding.up, limit, "left out"):
                     replies.put(i, reply.receipt, data)
-                    # Free this message before the next one is fetched.
+                    # Free the memory of this message before the next one is fetched.
                     del reply, data
                 if len(replies.receipts) >= needed:
                     break
@@ -161,9 +163,11 @@ class Federation:
     ) -> Iterator[tuple[int, Reply, bytes]]:
         """Send requests, and yield each valid reply when it arrives.
 
-        Yield the client's number, the reply and its bytes. Log why other replies are missing.
+        An element is the client's number, the reply and the reply's bytes. The log says why a
+        client has no valid reply.
 
-        limit        largest norm of a reply's `delta`
+        layout       formats and lengths of the tensors in a reply
+        limit        largest allowed norm of the tensor `delta`, a client's change of the model
         consequence  text for the log: what happens to a client without a valid reply
         """
         numbers = {self._names[i]: i for i in requests}
@@ -190,7 +194,7 @@ class Federation:
                 leave_out(name, str(error))
                 continue
             valid = [(numbers[name], reply, found)]
-            # Keep no reference, so that the caller can free the message before the next one.
+            # Keep no reference, so that the caller can free this message before the next arrives.
             del reply, found
             yield valid.pop()
         for name in sorted(waiting):
@@ -212,9 +216,9 @@ class Federation:
         return self.remembered()
 
     def _score(self, t: int, state: State) -> None:
-        """Request noised counts on held-out units, and log the accuracy computed from them.
+        """Request noised counts of right answers on held-out records, and log the accuracy.
 
-        The accuracy leaves out clients without a valid reply.
+        The accuracy is computed from the counts of all clients with a valid reply.
         """
         held_out = [i for i, name in enumerate(self._names) if name in self._section.held_out]
         requests = {i: self.scoring_request(t, state, i) for i in held_out}
@@ -226,7 +230,8 @@ class Federation:
             self.heads[i] = (reply.receipt.rows, reply.receipt.head)
         number = t // self._section.evaluate_every
         delta = self._job.config.privacy.delta
-        # Add in the order of the clients: the order of arrival would change the last bits.
+        # Add the counts in the order of the clients, so that the last bits of the sums do not
+        # depend on the order of arrival.
         in_order = [counts[i] for i in sorted(counts)]
         score = score_of(t, in_order, self._section.evaluate_sigma, number, delta)
         if score is not None:
@@ -238,7 +243,7 @@ class Federation:
         return {"held_out": scores} if self._section.evaluate_every else {}
 
     def remembered(self) -> dict[str, Any]:
-        """Return the state of this backend that a checkpoint stores, as JSON values."""
+        """Return what a checkpoint stores about the clients and the scores, as JSON values."""
         return {
             "heads": {str(i): list(head) for i, head in sorted(self.heads.items())},
             "used": {str(i): t for i, t in sorted(self.used.items())},
@@ -257,7 +262,7 @@ class Federation:
             ) from None
 
     def training_requests(self, t: int, state: State, clients: Sequence[int]) -> dict[int, Request]:
-        """Return the requests of round t by client number; all share one copy of the vectors."""
+        """Return the training requests of round t by client number, with shared tensors."""
         fields = self._rounding.broadcast(t, state.server)
         return {i: Request(self._training_terms(t, state, i), fields) for i in clients}
 
@@ -310,9 +315,9 @@ class Federation:
         }
 
     def _weights(self, clients: Sequence[int]) -> list[float]:
-        """Return the weights of these clients' replies, which add up to 1.
+        """Return the weights of these clients in the mean; they add up to 1.
 
-        They depend on public numbers only.
+        The weights are equal, or proportional to the numbers of records that clients have declared.
         """
         weights = [1.0] * len(clients)
         if self._job.algorithm.agg_weights == "size":
@@ -321,7 +326,7 @@ class Federation:
 
 
 def check_counts(reply: Reply, terms: ScoringTerms) -> None:
-    """Raise MessageError for counts that no honest client can send."""
+    """Raise MessageError if a reply has counts that no honest client can send."""
     right, wrong = reply.fields["counts"].tolist()
     least, most = bounds(terms)
     if not (least <= right <= most and least <= wrong <= most):
@@ -338,8 +343,9 @@ def one_line(text: str) -> str:
 def served(config: Config, seeded: bool = False) -> Config:
     """Return `config` as a server uses it: with secret noise, or repeatable noise if `seeded`.
 
-    Diagnostics are switched off, because they would need the clients' states. The precision is
-    that of the clients: with another one the hash of the frozen weights would differ.
+    Diagnostics are switched off, because they would need private states of the clients. Precision
+    is float32, as at the clients. Otherwise, the hash of the frozen weights would differ, and
+    clients would refuse the requests.
     """
     client_names(config)
     run = replace(config.run, noise="os", diagnostics=False, precision="float32")
@@ -355,10 +361,11 @@ def federation_of(
     log: Log = lambda line: None,
     folder: Path | None = None,
 ) -> Federation:
-    """Return the backend with remote clients, for a job that `prepare_server` has built.
+    """Return the `Federation` that computes the rounds of `job` with clients on a network.
 
-    The job's configuration must come from `served`. `run` is the run's name in requests, and
-    `folder` the run's folder.
+    job     made by `prepare_server`, from a configuration that `served` has returned
+    run     name of the run in requests
+    folder  folder for the files of replies, usually the run folder
     """
     section = job.config.federation or FederationSection()
     seeded = job.config.run.noise == "seeded"
@@ -379,10 +386,10 @@ def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
 
 
 def norm_limit(job: Job, t: int, state: State) -> float:
-    """Return the largest norm that the server accepts for a client's `delta` in round t.
+    """Return the largest norm that the server accepts for `delta`, a client's change of the model.
 
     The limit is computed from public numbers. It is far above the norm that an honest client can
-    reach in K local steps.
+    reach in the local steps of a round.
     """
     plan = job.plan.at(state.clip)
     run = job.config.run

@@ -1,4 +1,4 @@
-"""Run a whole training as a server, with clients that are connected through Flower."""
+"""Run a whole training as the server, with clients that connect through Flower."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Network:
 
     transport  sends requests to clients and returns their replies
     say        writes a line to the log
-    stop       called while waiting; may raise to end the run
-    wait       seconds within which enough clients must connect
+    stop       called again and again while the server waits; raises an error to end the run
+    wait       seconds within which enough clients must connect at the start
     """
 
     transport: PostTransport
@@ -63,7 +63,7 @@ def config_for(
 
 
 def wants_seeded(config: str | None, overrides: Sequence[str], out: Path) -> bool:
-    """Return True if the configuration asks for repeatable noise, the default of a simulation."""
+    """Return True if the configuration asks for repeatable noise, as simulations do by default."""
     return _load(config, overrides, out).run.noise == "seeded"
 
 
@@ -74,7 +74,7 @@ def _load(config: str | None, overrides: Sequence[str], out: Path) -> Config:
 def serve_over(
     config: Config, out: Path, resume: bool, network: Network, callbacks: Sequence[Callback]
 ) -> dict[str, Any]:
-    """Train with clients on a network, and return the run's result."""
+    """Run a training whose clients are reached over `network`, and return the run's result."""
 
     def backend(job: Job, name: str) -> RemoteBackend:
         return federation_of(job, name, network.transport, network.say, out)
@@ -89,7 +89,7 @@ def serve_over(
 
 
 class RoundLines(Callback):
-    """Callback that writes one line about each round with `say`."""
+    """Callback that writes one log line about each round, by calling `say`."""
 
     def __init__(self, rounds: int, say: Log) -> None:
         self._rounds = rounds
@@ -105,10 +105,13 @@ class RoundLines(Callback):
 
 
 def serve(config: str, out: Path, post: Post, keys: Path, say: Log) -> dict[str, Any]:
-    """Run a server under Flower's own commands, and return the run's result.
+    """Run a server that Flower's own commands have started, and return the run's result.
 
-    The noise is secret, and clients are identified by the public keys in the folder `keys`. A run
-    that exists in `out` is resumed.
+    The clients' noise is secret. The public keys in the folder `keys` identify the clients. If
+    `out` has a run, it is resumed.
+
+    post  delivers messages to the clients
+    say   writes a line to the log
     """
     from dpfed.federation.flower.transport import PostTransport
 

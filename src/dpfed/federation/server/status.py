@@ -1,7 +1,7 @@
-"""The status of a running federation: who is connected, round, score, epsilon and refusals.
+"""The status of a running federation: connected clients, round, score, epsilon and refusals.
 
-The server keeps it in a file beside the run's folder. `dpfed server --status` and the page of
-`dpfed report --watch` read this file. It names clients, so only its owner can read it.
+The server writes the status to a file beside the run's folder. `dpfed server --status` and the page
+of `dpfed report --watch` read this file. It names clients, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dpfed.training.rounds import Round
 from dpfed.training.run_folder.atomic_file import write_file
 
 STATUS = "status.json"
-# Shortest time between two writings that only report who is connected.
+# Shortest time in seconds between two writings of the file if no client's connection has changed.
 WRITE_S = 1.0
-# Number of refusals that the file keeps.
+# The status file has at most this many refusals, the latest ones.
 KEPT = 50
 RUNNING = ("waiting", "training")
 
 
 def flower_home(out: Path) -> Path:
-    """Return the folder of Flower's files and of the status, beside the run's folder `out`."""
+    """Return the folder for Flower's files and the status file, beside the run's folder `out`."""
     return out.parent / f".{out.name}.flower"
 
 
@@ -42,12 +42,12 @@ def status_file(out: Path) -> Path:
 
 
 class Status(Callback):
-    """Keeps the status file of one server.
+    """Callback that keeps the status file of a server up to date.
 
     path   the status file
     names  names of all clients
-    log    writes a line to the server's log; called with each line of `say`
-    news   returns new lines for the log, such as those of Flower's guard
+    log    writes a line to the server's log; called with each line that `say` gets
+    news   returns new lines for the log, such as those of the guard (the proxy before Flower)
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Status(Callback):
         }
 
     def say(self, line: str) -> None:
-        """Write a line to the log, and note it if it is a refusal."""
+        """Write a line to the log. Lines about left-out clients also go to the status file."""
         self._log(line)
         if isinstance(line, LogLine) and line.event == "left_out":
             self._refusals.append({"time": _now(), **line.fields})
@@ -79,7 +79,7 @@ class Status(Callback):
             self._write()
 
     def seen(self, connected: Collection[str]) -> None:
-        """Note which clients are connected at this moment."""
+        """Record in the status file which clients are connected at this moment."""
         for line in self._news():
             self._log(line)
         changed = False
@@ -105,8 +105,8 @@ class Status(Callback):
             scores = {"accuracy": round.accuracy}
         self._facts |= {name: value for name, value in scores.items() if value is not None}
         if round.epsilon is not None:
-            # A third party may know which clients are connected. Its epsilon is then that of the
-            # server.
+            # An observer of the network may see which clients take part in a round. Its epsilon
+            # then equals that of the server.
             self._facts["epsilon"] = {"server": round.epsilon, "third_party": round.epsilon}
         self._write()
 
@@ -135,7 +135,7 @@ def _now() -> str:
 
 
 def read_status(out: Path) -> dict[str, Any] | None:
-    """Return the status of the federation whose run is in `out`; None without a status file."""
+    """Return the status of the federation whose run is in `out`; None if it has no status file."""
     path = status_file(out)
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def _runs(pid: object) -> bool:
 
 
 def headline(status: Mapping[str, Any]) -> str:
-    """Return state, round, score and epsilon as one line."""
+    """Return state, round, score and epsilon of a federation as one line of text."""
     parts = [f"{status['state']}, round {status['round']} of {status.get('rounds', '?')}"]
     if status.get("accuracy") is not None:
         parts.append(f"accuracy {show_score(status['accuracy'])}")
@@ -173,7 +173,7 @@ def headline(status: Mapping[str, Any]) -> str:
 
 
 def client_rows(status: Mapping[str, Any]) -> list[list[str]]:
-    """Return name, connection and number of refusals of each client."""
+    """Return the table of clients: name, connection, and how often the client was left out."""
     return [
         [name, _connection(client), str(client["refusals"])]
         for name, client in status["clients"].items()
@@ -187,7 +187,7 @@ def _connection(client: Mapping[str, Any]) -> str:
 
 
 def refusal_rows(status: Mapping[str, Any]) -> list[list[str]]:
-    """Return round, client and reason of the latest refusals, newest first."""
+    """Return the table of the latest refusals, newest first: round, client and reason."""
     return [
         [str(each["round"]), each["client"], each["reason"]]
         for each in reversed(status["refusals"])
@@ -195,7 +195,7 @@ def refusal_rows(status: Mapping[str, Any]) -> list[list[str]]:
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the status as lines of text."""
+    """Yield the status of a federation as lines of text."""
     yield headline(status)
     for name, connection, refusals in client_rows(status):
         left_out = f", left out {refusals} times" if refusals != "0" else ""
