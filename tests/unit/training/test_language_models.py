@@ -373,6 +373,8 @@ def test_labels_and_a_language_model_ask_which_is_meant(tmp_path: Path) -> None:
     for task, classes in (("causal", False), ("classify", True)):
         job = job_of(folder, LABELLED, task=task)
         assert job.model.task.causal is not classes
+        # Only the classes of a classifier shape its model.
+        assert any("read off the labels" in note for note in job.notes) is classes
     assert job_of(folder, LABELLED, name="auto-causal").model.task.causal
 
 
