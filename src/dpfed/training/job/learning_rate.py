@@ -18,9 +18,11 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
     if algorithm.lr != "auto" or not isinstance(algorithm, DPFedAdamW):
         return config
     facts = RecipeFacts(
-        steps=schedule.rounds * schedule.local_steps,
+        rounds=schedule.rounds,
+        local_steps=schedule.local_steps,
         cohort=schedule.cohort,
         gamma=algorithm.gamma,
+        average=config.run.average,
         floor=algorithm.bc_floor if algorithm.bc and algorithm.bc_floor else 1.0,
         # The mean of cos^2 and cos over a half period give sqrt(3/8).
         schedule=1.0 if config.run.lr_schedule == "constant" else math.sqrt(3 / 8),
