@@ -46,7 +46,7 @@ class Hospitals:
         self.folder = folder
         self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
-        chat_model(folder / "my-chat-model", positions=40)
+        chat_model(folder / "my-chat-model", positions=256)
         (server,) = marked("saved as: server.toml", "toml")
         server = server.replace(
             "rounds = 20", f'rounds = {ROUNDS}\nlocal_steps = 1\ndevice = "cpu"'

@@ -127,9 +127,10 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
 
 def guesses_classes(config: Config, source: Source) -> bool:
     """Return True if the number of classes, which shapes the model, was read off the labels."""
+    if source.declared:
+        return False
     is_causal = getattr(config.model, "is_causal", None)
-    shaped = is_causal is None or not is_causal(len(source.classes))
-    return shaped and not source.declared
+    return is_causal is None or not is_causal(len(source.classes))
 
 
 def tokenised(section: ModelSection, source: Source) -> Source:
