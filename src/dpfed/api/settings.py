@@ -34,6 +34,8 @@ MAX_RECORDS = 512
 RECIPE_KEYS = (
     "algorithm.lr",
     "algorithm.gamma",
+    "algorithm.beta1",
+    "algorithm.bc_level",
     "privacy.batch",
     "privacy.clip",
     "privacy.clip_mode",
@@ -182,8 +184,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
-    """Return the default settings of `fine_tune`. Keywords and `settings` override them."""
+def defaults(
+    given: Mapping[str, Any], epsilon: float | str | None, language: bool = False
+) -> dict[str, Any]:
+    """Return the default settings of `fine_tune`. Keywords and `settings` override them.
+
+    language  True for a causal language model
+    """
     clients = setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
     target = {"target_epsilon": EPSILON} if epsilon == "auto" else {}
@@ -200,7 +207,7 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
         "run": run,
     }
     if setting(given, "algorithm.name") in (None, METHOD):
-        tables = overlay(tables, recipe(calibrated(given, epsilon)))
+        tables = overlay(tables, recipe(calibrated(given, epsilon), language))
     return tables
 
 
@@ -221,7 +228,9 @@ def configured(options: Mapping[str, Any], model: Any, source: Source) -> Config
     epsilon = options.get("epsilon", "auto")
     known = registry()
     table = _model_table(given, model, source.kind)
-    own = overlay(defaults(given, epsilon), given)
+    unlabelled = not source.classes and source.task == "classify"
+    language = unlabelled or setting(given, "model.task") == "causal"
+    own = overlay(defaults(given, epsilon, language), given)
     under: dict[str, Any] = {"model": table, "run": {"max_records_per_step": MAX_RECORDS}}
     if not source.classes or source.task != "classify":
         # Without one class for each record, there are none to deal out unequally.

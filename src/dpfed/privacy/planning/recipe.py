@@ -41,6 +41,9 @@ LEAST_DAMPING = 0.01
 # Weight of the direction of the last round, and decay of the average over rounds.
 GAMMA = 0.9
 AVERAGE = 0.95
+# For language models: no momentum within a round, which weighs its first steps most, and second
+# moments of blocks, because those of single weights are mostly sampling error.
+LANGUAGE = {"beta1": 0.0, "bc_level": "block"}
 # η/(1-γ) of a run without noise: the usual rates of Adam.
 PLAIN_HEAD = 1e-2
 PLAIN_BODY = 1e-3
@@ -81,10 +84,11 @@ class RecipeFacts:
         return SPREAD_ADAPTER if self.part == "adapter" else SPREAD_LAYER / math.sqrt(self.fan_in)
 
 
-def recipe(calibrated: bool = True) -> dict[str, dict[str, Any]]:
+def recipe(calibrated: bool = True, language: bool = False) -> dict[str, dict[str, Any]]:
     """Return the recipe's settings as configuration tables; the algorithm is DP-FedAdamW.
 
     calibrated  True if the configuration has a target epsilon; the batch is then automatic
+    language    True for causal language models
     """
     tables: dict[str, dict[str, Any]] = {
         "algorithm": {"name": METHOD, "lr": "auto", "gamma": GAMMA},
@@ -93,6 +97,8 @@ def recipe(calibrated: bool = True) -> dict[str, dict[str, Any]]:
     }
     if calibrated:
         tables["privacy"]["batch"] = "auto"
+    if language:
+        tables["algorithm"] |= LANGUAGE
     return tables
 
 

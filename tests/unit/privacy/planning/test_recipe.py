@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpfed.config import build, overlay
+from dpfed.config import build, load, overlay
 from dpfed.privacy.planning.recipe import (
     PLAIN_BODY,
     PLAIN_HEAD,
@@ -130,3 +130,11 @@ def test_the_recipes_keys_are_a_configuration(calibrated: bool) -> None:
     assert config.privacy.clip_mode == "automatic"
     assert config.privacy.batch == ("auto" if calibrated else 16)
     assert (config.run.cohort_choice, config.run.lr_schedule) == ("balanced", "constant")
+
+
+def test_the_preset_of_language_models_is_the_recipe() -> None:
+    config = load("llm", [], registry())
+    for section, table in recipe(language=True).items():
+        for key, value in table.items():
+            assert getattr(getattr(config, section), key) == value, key
+    assert "beta1" not in recipe()["algorithm"]
