@@ -69,7 +69,8 @@ class Task:
             settings += ["data.name=npz", f"data.path={folder / self.features}"]
         if "model.name" not in " ".join(settings):
             settings.append("model.name=linear")
-        return build(overlay(recipe(), overrides_layer(settings)), registry())
+        tables = recipe(language=self.score == "loss")
+        return build(overlay(tables, overrides_layer(settings)), registry())
 
 
 def read_tasks() -> list[Task]:

@@ -30,6 +30,8 @@ MARKED = re.compile(
 NAMES = ["hospital-a", "hospital-b", "hospital-c"]
 ROUNDS = 3
 LIMIT = 240.0
+# Tokens of a record, in place of the guide's 256.
+LENGTH = 40
 CHATS = [{"messages": chat("a b", "c")}, {"messages": chat("d", "e f", "g", "h")}] * 200
 
 
@@ -46,14 +48,16 @@ class Hospitals:
         self.folder = folder
         self.port = free_port()
         self.running: list[subprocess.Popen[bytes]] = []
-        chat_model(folder / "my-chat-model", positions=40)
+        chat_model(folder / "my-chat-model", positions=LENGTH)
         (server,) = marked("saved as: server.toml", "toml")
+        server = server.replace("max_length = 256", f"max_length = {LENGTH}")
         server = server.replace(
             "rounds = 20", f'rounds = {ROUNDS}\nlocal_steps = 1\ndevice = "cpu"'
         )
         (folder / "server.toml").write_text(server, encoding="utf-8")
         (client,) = marked("saved as: hospital-a.toml", "toml")
         client = client.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
+        client = client.replace("max_length = 256", f"max_length = {LENGTH}")
         client = client.replace("[client]", '[client]\ndevice = "cpu"')
         write_records(folder / "public.jsonl", CHATS[:4])
         for name in NAMES:

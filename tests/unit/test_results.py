@@ -550,6 +550,7 @@ def test_language_models_have_perplexities_in_place_of_accuracies(results: Any) 
     head, body = page.arm_cells({"axis": ""}, arms, runs)
     shown = [dict(zip(head, line, strict=True)) for line in body]
     assert [line["perplexity"] for line in shown] == ["20", "40", "–"]
+    assert [line["of the seeds"] for line in shown] == ["20 to 20", "30 to 50", "–"]
     assert [line["before"] for line in shown] == ["100", "100", "–"]
     assert [line["exact match %"] for line in shown] == ["25.00", "25.00", "–"]
     assert [line["ε server"] for line in shown] == ["3.00", "no privacy", "–"]
@@ -559,3 +560,4 @@ def test_language_models_have_perplexities_in_place_of_accuracies(results: Any) 
     assert [line[-2] for line in body] == ["7", "20", "30", "50"]
     texts = [{**run, "exact_match": ""} for run in runs]
     assert "exact match %" not in page.arm_cells({"axis": ""}, arms, texts)[0]
+    assert "of the seeds" not in page.arm_cells({"axis": ""}, arms[:1], runs)[0]

@@ -31,6 +31,8 @@ MAX_RECORDS = 512
 RECIPE_KEYS = (
     "algorithm.lr",
     "algorithm.gamma",
+    "algorithm.beta1",
+    "algorithm.bc_level",
     "privacy.batch",
     "privacy.clip",
     "privacy.clip_mode",
@@ -42,11 +44,14 @@ RECIPE_KEYS = (
 MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
 
 
-def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str, Any]:
+def defaults(
+    given: Mapping[str, Any], epsilon: float | str | None, language: bool = False
+) -> dict[str, Any]:
     """Return the default settings of `fine_tune`, which keywords and `settings` override.
 
-    given    the user's keywords and `settings` as configuration tables
-    epsilon  the keyword `epsilon`
+    given     the user's keywords and `settings` as configuration tables
+    epsilon   the keyword `epsilon`
+    language  True for a causal language model
     """
     clients = setting(given, "data.clients") or CLIENTS
     few = isinstance(clients, int) and clients <= 20
@@ -64,7 +69,7 @@ def defaults(given: Mapping[str, Any], epsilon: float | str | None) -> dict[str,
         "run": run,
     }
     if setting(given, "algorithm.name") in (None, METHOD):
-        tables = overlay(tables, recipe(calibrated(given, epsilon)))
+        tables = overlay(tables, recipe(calibrated(given, epsilon), language))
     return tables
 
 
@@ -100,7 +105,9 @@ def configured(
         given = overlay(dict(given), {"model": {"task": source.task}})
     known = registry()
     table = _model_table(given, model, source.kind)
-    own = overlay(defaults(given, epsilon), given)
+    unlabelled = not source.classes and source.task == "classify"
+    language = unlabelled or setting(given, "model.task") == "causal"
+    own = overlay(defaults(given, epsilon, language), given)
     under: dict[str, Any] = {"model": table, "run": {"max_records_per_step": MAX_RECORDS}}
     if not source.classes or source.task != "classify":
         # Other partitions give the clients unequal shares of each class, so every record must have

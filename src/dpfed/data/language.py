@@ -38,7 +38,11 @@ def input_columns(
     if not forms and "text_pair" in given:
         forms = [TEXT]
     if not forms:
-        forms = forms_in(found) or [TEXT]
+        forms = forms_in(found)
+    if not forms:
+        if LABEL not in found:
+            refuse_half(found, label)
+        forms = [TEXT]
     if len(forms) > 1:
         raise mixed(forms, label, "set only the keys of one of them, such as data.text")
     names = {name: given.get(name, name) for name in forms[0]}

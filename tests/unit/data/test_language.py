@@ -214,6 +214,14 @@ def test_prompts_without_completions_are_one_sentence(row: dict[str, Any]) -> No
         source_of({name: [value] * 4 for name, value in row.items()}, COMPLETIONS)
 
 
+@pytest.mark.parametrize("column", ["prompt", "completion"])
+def test_a_file_without_completions_is_one_sentence(column: str, tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        (tmp_path / f"{part}.jsonl").write_text(json.dumps({column: "a"}) + "\n")
+    with pytest.raises(DpfedError, match=f"has the column '{column}' without"):
+        TextTable(path=str(tmp_path)).load()
+
+
 def test_tables_of_different_forms_are_one_sentence() -> None:
     words = "a record of train has prompt and completion and one of test has messages: give both"
     with pytest.raises(DpfedError, match=words):

@@ -116,7 +116,9 @@ def test_fine_tune_reads_messages(tmp_path: Path) -> None:
     trained = fine_tune(folder, tmp_path / "out")
     assert 0 < trained.epsilon["server_worst"] <= 4.0
     assert dpfed.load(tmp_path / "out").classes == ()
-    assert 'partition = "iid"' in (tmp_path / "out" / "config.toml").read_text()
+    settings = (tmp_path / "out" / "config.toml").read_text()
+    for line in ('partition = "iid"', "beta1 = 0.0", 'bc_level = "block"'):
+        assert line in settings
     with pytest.raises(DpfedError, match="no classes to predict"):
         trained.predict(["a"])
     model, tokenizer = LlamaForCausalLM.from_pretrained(folder), None
@@ -373,6 +375,8 @@ def test_labels_and_a_language_model_ask_which_is_meant(tmp_path: Path) -> None:
     for task, classes in (("causal", False), ("classify", True)):
         job = job_of(folder, LABELLED, task=task)
         assert job.model.task.causal is not classes
+        # Only the classes of a classifier shape its model.
+        assert any("read off the labels" in note for note in job.notes) is classes
     assert job_of(folder, LABELLED, name="auto-causal").model.task.causal
 
 

@@ -113,7 +113,7 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             "model.liveness = false leaves it untested whether records mix inside the model: with "
             'run.noise = "os" set model.liveness = true'
         )
-    if not source.declared:
+    if guesses_classes(config, source):
         raise DpfedError(
             "the number of classes was read off private labels: declare "
             f'{phrase("classes")} for run.noise = "os"'
@@ -124,6 +124,14 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
             f'{data.unit_column} over clients: with run.noise = "os" a protected unit needs '
             'data.partition = "natural"'
         )
+
+
+def guesses_classes(config: Config, source: Source) -> bool:
+    """Return True if the number of classes, which shapes the model, was read off the labels."""
+    if source.declared:
+        return False
+    is_causal = getattr(config.model, "is_causal", None)
+    return is_causal is None or not is_causal(len(source.classes))
 
 
 def tokenised(section: ModelSection, source: Source) -> Source:

@@ -21,9 +21,11 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
     if algorithm.lr != "auto" or not isinstance(algorithm, DPFedAdamW):
         return config
     facts = RecipeFacts(
-        steps=schedule.rounds * schedule.local_steps,
+        rounds=schedule.rounds,
+        local_steps=schedule.local_steps,
         cohort=schedule.cohort,
         gamma=algorithm.gamma,
+        average=config.run.average,
         floor=algorithm.bc_floor if algorithm.bc and algorithm.bc_floor else 1.0,
         # A cosine decay multiplies the rate by (1 + cos x)/2, with x from 0 to π over the rounds.
         # The root mean square of this factor is sqrt(3/8).

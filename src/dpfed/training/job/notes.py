@@ -13,6 +13,7 @@ from dpfed.data.tables import Source
 from dpfed.errors import phrase
 from dpfed.privacy.accounting.guarantee import delta_warning
 from dpfed.privacy.plan import Plan
+from dpfed.training.job.data import guesses_classes
 from dpfed.training.job.plan import declared_sizes
 
 MAX_NAMES = 5
@@ -34,7 +35,7 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
             f"partition = {rule} may scatter the records of one {unit} over clients: protected at "
             "each, costs add up"
         )
-    if not source.declared:
+    if guesses_classes(config, source):
         notes.append(
             "the number of classes was read off the labels; a real federation declares "
             f"{phrase('classes')}"
