@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def search(self) -> pandas.DataFrame:
-        """One row for each learning rate that the search tried, with its validation scores."""
+        """One row for each learning rate that the search tried, with its validation score."""
         return self._read(SEARCH)
 
     def plot(self) -> Any:
@@ -106,28 +106,24 @@ def compare(
     progress: bool = True,
     **options: Unpack[Terms],
 ) -> Comparison:
-    """Compare methods, each at its own best learning rate, found with equal effort.
+    """Compare methods, each at its best learning rate, found with equally many runs.
 
-    The runs are seeded simulations in this process. The same call continues a comparison that was
-    stopped.
+    The runs are seeded simulations in this process. The same call continues a stopped comparison.
 
     Args:
         model: As for `fine_tune`.
         train: As for `fine_tune`.
-        test: Public records. One half is for choosing the learning rates, the other half for
-            scoring the methods.
+        test: Public records: one half to choose learning rates, the other to score the methods.
         algorithms: Methods, and variants such as "dp-fedadamw:gamma=0;agg=off".
         rates: The first learning rates that the search tries, by method.
         preset: Name of an experiment of the DP-FedAdamW paper, such as "epsilon".
         seeds: Number of runs for each method, with the seeds from run.seed on.
         search_seeds: Number of seeds over which the search averages the score of a rate.
-        out: Folder of the comparison; default: a folder under runs/, with a name that depends on
-            the arguments.
+        out: Folder of the comparison; default: one under runs/, with its name from the arguments.
         progress: True to show a progress bar over the runs.
-        options: What is trained, on what terms; see `Terms`.
+        options: Other keywords, such as clients, epsilon and rounds; see `Terms`.
 
-    Wrong arguments raise `dpfed.DpfedError`. A method that fails causes a warning, and its row in
-    the table has no accuracy.
+    Wrong arguments raise `dpfed.DpfedError`. A method that fails causes a warning, not an error.
     """
     with python_words(options, model):
         _refuse_keywords(options)

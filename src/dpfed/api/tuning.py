@@ -34,7 +34,7 @@ SAME_FOR_ALL = ("data.unit_column", "privacy.sampling")
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a search.
+    """A trial: one run of the search, with the values that it tried.
 
     number   number of the trial, from 1 on
     changes  the values that the trial tried, by keyword or configuration key
@@ -157,7 +157,7 @@ def with_changes(options: Options, changes: Mapping[str, Any]) -> Options:
 
 
 def score_of(result: Mapping[str, Any]) -> float | None:
-    """Return the score of a finished run; the sign of errors is changed, so larger is better."""
+    """Return the score of a finished run, where larger is better: losses and errors are negated."""
     metric = result.get("metric") or {"name": "accuracy", "value": result["test_accuracy"]}
     if metric["value"] is None:
         return None

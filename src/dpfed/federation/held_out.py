@@ -94,8 +94,8 @@ def _read_flags(column: np.ndarray | None, name: str) -> np.ndarray:
 def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> np.ndarray:
     """Return a mask of the held-out rows, about the fraction `share` of all rows.
 
-    A keyed hash of the row's unit decides. If the table has no units, a keyed hash of the whole
-    record decides.
+    A keyed hash of the row's unit decides if the row is held out. If the table has no units, a
+    keyed hash of the whole record decides.
     """
 
     def number(row: int) -> int:

@@ -114,7 +114,8 @@ class Terms(AnyTerms):
                     persons with all their records)
     sigma, clip     noise multiplier of each noised sum, and clip norm of this round
     clipping        rule by which gradients are clipped
-    grid            True to round gradients and noise to one grid (`privacy.grid_noise`)
+    grid            True to round gradients and noise to multiples of one number
+                    (`privacy.grid_noise`)
     equal_phi       True if the noise of all clients has the same variance
     used            last round in which the server used a message of this client; 0 if none
     max_rounds      largest number of rounds of this client in the run; 0 for no limit

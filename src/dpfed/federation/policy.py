@@ -87,8 +87,7 @@ def check_training(
 ) -> str | None:
     """Return None, or the reason to refuse a request to train.
 
-    mechanism  the mechanism that one local step spends
-    history    mechanisms that this client has spent so far
+    A local step spends `mechanism`. `history` has the mechanisms that this client has spent so far.
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")

@@ -99,7 +99,7 @@ def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
 
 
 def everything(base: Config, registry: Registry) -> list[str]:
-    """Return the labels of all methods, and of variants in SHORT that suit the configuration."""
+    """Return the labels of all methods, and of the predefined variants that suit `base`."""
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:

@@ -50,7 +50,7 @@ class Study:
 
     base          the configuration that each arm changes
     seeds         number of runs of each arm that the table reports
-    extra, limit  the search tries between `extra` and `limit` learning rates after its first rates
+    extra, limit  for each arm, the search adds `extra` to `limit` learning rates to the first ones
     search_seeds  number of seeds over which the search averages the score of a learning rate
     given         hash of the data and the model that a program holds in memory; "" if none
     """
@@ -149,7 +149,7 @@ class Progress:
         return self._tasks[place]
 
     def tries(self, arm: int, point: Point) -> list[Task]:
-        """Return the tasks by which the search scores a point, one for each seed of the search."""
+        """Return the tasks that score a point (learning rates), one for each seed of the search."""
         return [self.task(arm, point, seed, tuning=True) for seed in range(self.study.search_seeds)]
 
     def failure(self, arm: int) -> str | None:
@@ -161,7 +161,7 @@ class Progress:
         return None
 
     def scored(self, arm: int) -> dict[Point, Score]:
-        """Return the mean score of each point of the search whose runs have all ended."""
+        """Return the mean score of each point (learning rates) whose search runs have all ended."""
         points = dict.fromkeys(point for a, point, _, tuning in self._tasks if a == arm and tuning)
         out = {}
         for point in points:

@@ -1,1 +1,1 @@
-"""A real client of a federation: it has private records, charges its ledger and adds noise."""
+"""A real client of a federation: it has private records, adds noise, and records privacy loss."""

@@ -101,7 +101,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
 
 
 def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
-    """Return mechanism and local steps of the round that spends most, of all that are permitted."""
+    """Return mechanism and local steps of the round with the most privacy loss that is allowed."""
     algorithms = registry().algorithm
     names = policy.algorithms or tuple(algorithms)
     releases = [each for name in names for each in releases_of(algorithms[name])]
@@ -116,9 +116,9 @@ def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
 
 
 def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
-    """Return the numbers of noised sums in a local step, one entry per setting of the algorithm.
+    """Return the batches and releases (noised sums) of a local step, for each setting.
 
-    The settings are all combinations of switches that are booleans or named choices.
+    The settings are all combinations of the algorithm's switches: booleans and named choices.
     """
     choices: dict[str, tuple[Any, ...]] = {}
     for name, hint in get_type_hints(algorithm).items():

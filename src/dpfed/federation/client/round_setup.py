@@ -106,7 +106,7 @@ class OwnPlan(Plan):
     A unit is one record, or all records of one person. `sizes` has the true number of units, and
     `expected`, the expected batch size, follows from the number that the client declares. If the
     client holds more units, all take part in sampling. If some were left out, removing one unit
-    would let another unit in.
+    would let another unit take part.
     """
 
     def __post_init__(self) -> None:

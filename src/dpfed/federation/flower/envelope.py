@@ -27,7 +27,7 @@ def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
 
 
 def opened(content: RecordDict) -> tuple[dict[str, str], bytes | None]:
-    """Return the header and the bytes of a Flower message; None for a message without bytes."""
+    """Return the header and the bytes of a Flower message. Without bytes, they are None."""
     # Do not use Flower's properties `config_records` and `array_records`: they make reference
     # cycles, which keep large messages in memory until the garbage collector runs.
     header: Any = content.get(HEADER, {})
