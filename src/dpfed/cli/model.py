@@ -1,4 +1,4 @@
-"""`dpfed model describe`: show the trainable tensors and their blocks, without weights."""
+"""`dpfed model`: show the trainable tensors and their blocks, or join the layers of an encoder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
 
 HELP = "Models: what is trained, and in which blocks."
 model = typer.Typer(name="model", cls=Group, help=HELP, no_args_is_help=True)
-
-
-@model.callback()
-def group() -> None:
-    """Do nothing: this function makes typer keep the name of the only command, `describe`."""
 
 
 @model.command("describe", cls=Command)
@@ -62,6 +58,34 @@ def describe(
     notes += parts.notes
     found = plain(settings, parts, notes)
     show(lines(found, spec), found, as_json)
+
+
+@model.command("layers", cls=Command)
+def layers(
+    out: Annotated[Path, typer.Argument(help="new folder for the model")],
+    config: Annotated[
+        str, typer.Option(help="TOML file or preset that names the weights and the public records")
+    ] = "best-head",
+    overrides: Overrides = None,
+    debug: Debug = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a classifier that reads all layers of an encoder, for a head that is trained alone.
+
+    Example: dpfed model layers all-layers --set model.weights=my-model --set data.path=images
+
+    The features are centred by the inputs of the server's public records, without labels.
+    """
+    settings = settings_of(config, overrides)
+    from dpfed.training.layers_model import write_layers_model
+
+    found = write_layers_model(settings, out)
+    text = (
+        f"{len(found.widths)} layers with {sum(found.widths)} numbers, centred by {found.records} "
+        f"public records, written to {out}: set model.weights to it and model.train = head"
+    )
+    facts = {"out": str(out), "widths": list(found.widths), "records": found.records}
+    show([text], facts, as_json)
 
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:

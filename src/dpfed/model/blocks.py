@@ -67,10 +67,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 def inner_config(model: Any) -> Any:
     """Return the configuration of the inner Transformer of `model`, a model or a configuration.
 
-    The inner configuration is `text_config`. Without this entry, return the whole configuration.
+    The inner configuration is `body_config` or `text_config`. Without these entries, return the
+    whole configuration.
     """
     config = getattr(model, "config", model)
-    return getattr(config, "text_config", config)
+    return getattr(config, "body_config", getattr(config, "text_config", config))
 
 
 def architecture_of(
