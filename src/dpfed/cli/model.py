@@ -62,17 +62,17 @@ def describe(
 
 @model.command("layers", cls=Command)
 def layers(
-    out: Annotated[Path, typer.Argument(help="new folder for the model")],
-    config: Annotated[
-        str, typer.Option(help="TOML file or preset that names the weights and the public records")
-    ] = "best-head",
+    config: Target = None,
     overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="new folder for the model", show_default=False)] = Path(
+        "all-layers"
+    ),
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a classifier that reads all layers of an encoder, for a head that is trained alone.
 
-    Example: dpfed model layers all-layers --set model.weights=my-model --set data.path=images
+    Example: dpfed model layers best-head --set model.weights=my-model --out all-layers
 
     The features are centred by the inputs of the server's public records, without labels.
     """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from export_case import base, images, own_logits, settings, texts
+from export_case import images, own_logits, settings, texts
 from pooled_encoder_case import encoder
 from torch import Tensor
 from transformers import (
