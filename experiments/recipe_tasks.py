@@ -169,12 +169,17 @@ def append(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def distance(task: Task, rows: Sequence[dict[str, str]]) -> tuple[dict[str, Any], float]:
-    """Return the means of the recipe's rate and of the best one, and the distance in points."""
+    """Return the means of the recipe's rate and of the best one, and the distance in points.
+
+    A rate that has fewer seeds than the recipe's does not count.
+    """
+    own = next(row["lr"] for row in rows if row["origin"] == "recipe")
+    seeds = sum(row["lr"] == own for row in rows)
     means: dict[str, float] = {}
     for lr in dict.fromkeys(row["lr"] for row in rows):
         values = [float(row[task.score]) for row in rows if row["lr"] == lr]
-        means[lr] = sum(values) / len(values)
-    own = next(row["lr"] for row in rows if row["origin"] == "recipe")
+        if len(values) == seeds:
+            means[lr] = sum(values) / len(values)
     if task.score == "loss":
         best = min(means, key=means.__getitem__)
         points = 100 * (means[own] / means[best] - 1)

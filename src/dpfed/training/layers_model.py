@@ -98,9 +98,8 @@ def _model(built: Built, records: dict[str, Tensor], classes: int) -> Any:
     _without_randomness(body)
     first = built.prepare({name: x[:1] for name, x in records.items()})
     widths = [x.shape[1] for x in pooled_layers(body, **first)]
-    kind = LayersForSequenceClassification
-    if "input_ids" not in records:
-        kind = LayersForImageClassification
+    is_text = "input_ids" in records
+    kind = LayersForSequenceClassification if is_text else LayersForImageClassification
     model = kind(LayersConfig(body.config, widths, num_labels=classes))
     if getattr(body, "pooler", None) is not None:
         body.pooler = None

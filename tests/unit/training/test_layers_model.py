@@ -144,8 +144,11 @@ def test_an_export_repeats_the_predictions_without_dpfed(kind: str, tmp_path: Pa
         inputs = processor(pictures, return_tensors="pt")
         auto = AutoModelForImageClassification
     model = auto.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    labels = torch.from_numpy(source.test.labels)
     with torch.no_grad():
-        found = model(**inputs).logits
+        output = model(**inputs, labels=labels)
+    found = output.logits
+    torch.testing.assert_close(output.loss, F.cross_entropy(found, labels))
     assert wanted.std() > 0.01
     torch.testing.assert_close(F.softmax(found, 1), F.softmax(wanted, 1), atol=1e-3, rtol=0)
 

@@ -41,7 +41,7 @@ class LayersConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
 
-class LayersForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
+class LayersClassifier(PreTrainedModel):  # type: ignore[misc]
     """An encoder, the means of its layers' outputs, and one linear layer.
 
     center  mean of the layers' vectors over public records
@@ -64,6 +64,20 @@ class LayersForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
 
+    def logits(self, **inputs: Any) -> Tensor:
+        """Return the logits of each record, `[M, classes]`."""
+        features = (joined(self.body, **inputs) - self.center) * self.scale
+        logits: Tensor = self.classifier(features)
+        return logits
+
+    def loss(self, labels: Tensor | None, logits: Tensor) -> Tensor | None:
+        """Return the mean loss where labels are given; `config.problem_type` chooses the loss."""
+        return None if labels is None else self.loss_function(labels, logits, self.config)
+
+
+class LayersForSequenceClassification(LayersClassifier):
+    """The classifier for texts."""
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -72,18 +86,12 @@ class LayersForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Return the logits of each record, and their mean loss where labels are given."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
-        logits = self.classifier(self.features(**inputs))
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
-
-    def features(self, **inputs: Any) -> Tensor:
-        """Return what the linear layer reads, one vector for each record."""
-        return (joined(self.body, **inputs) - self.center) * self.scale
+        logits = self.logits(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        return SequenceClassifierOutput(loss=self.loss(labels, logits), logits=logits)
 
 
-class LayersForImageClassification(LayersForSequenceClassification):
-    """The same classifier for images."""
+class LayersForImageClassification(LayersClassifier):
+    """The classifier for images."""
 
     main_input_name = "pixel_values"
 
@@ -91,9 +99,8 @@ class LayersForImageClassification(LayersForSequenceClassification):
         self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Return the logits of each record, and their mean loss where labels are given."""
-        logits = self.classifier(self.features(pixel_values=pixel_values, **kwargs))
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
-        return ImageClassifierOutput(loss=loss, logits=logits)
+        logits = self.logits(pixel_values=pixel_values, **kwargs)
+        return ImageClassifierOutput(loss=self.loss(labels, logits), logits=logits)
 
 
 def joined(body: nn.Module, **inputs: Any) -> Tensor:
