@@ -201,16 +201,20 @@ def table() -> str:
             lines.append(f"| {task.title} | {task.half} | | | {epsilon} | | | {missing} | | | |")
             continue
         found, behind = distance(task, own)
-        points.setdefault(task.half, []).append(behind)
         first = own[0]
         noise = float(first["sigma"]) / float(first["batch"])
         scores = [f"{100 * found[k]:.1f} %" for k in ("score", "best")]
         if task.score == "loss":
             scores = [f"{found[k]:.3f}" for k in ("score", "best")]
+        searched = f"{scores[1]} | {found['best_lr']} | {behind:.1f}"
+        if task.rates:
+            points.setdefault(task.half, []).append(behind)
+        else:
+            searched = "not searched | |"
         lines.append(
             f"| {task.title} | {task.half} | {int(first['parameters']):,} | {first['clients']} | "
             f"{float(first['epsilon']):.3g} | {noise:.3f} | {found['lr']} | {scores[0]} | "
-            f"{scores[1]} | {found['best_lr']} | {behind:.1f} |"
+            f"{searched} |"
         )
     for half, values in points.items():
         mean = sum(values) / len(values)
