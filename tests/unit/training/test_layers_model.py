@@ -67,6 +67,7 @@ def check_features(config: Config, source: Source, wanted: Tensor) -> None:
     """The features of the test records are centred and scaled, and equal `wanted` up to that."""
     job = prepare(config, source)
     assert NOTE in job.notes
+    assert any("features of public records" in note for note in job.notes)
     found = job.test.inputs["features"]
     torch.testing.assert_close(found.mean(0), torch.zeros(found.shape[1]), atol=1e-4, rtol=0)
     assert float(found.square().sum(1).mean().sqrt()) == pytest.approx(NORM, rel=1e-4)
@@ -132,6 +133,7 @@ def test_an_export_repeats_the_predictions_without_dpfed(kind: str, tmp_path: Pa
     plain = {"privacy": {"enabled": False}, "algorithm": {"lr": 0.05}}
     run(make(tmp_path / "layers", **plain), tmp_path / "run", source=source)
     write_export(tmp_path / "run", tmp_path / "out", False)
+    assert "the server's public records" in (tmp_path / "out" / "README.md").read_text()
     _, wanted = own_logits(tmp_path / "run", source)
     if kind == "text":
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

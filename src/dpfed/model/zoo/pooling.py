@@ -27,6 +27,10 @@ OLD_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+PUBLIC = (
+    "The weights contain the mean and the spread of features of the server's public records. "
+    "Privacy does not protect these records."
+)
 REMEDY = 'set model.pooling = "none" for the model\'s own head'
 
 
@@ -80,11 +84,12 @@ def with_model_code(model: nn.Module, companions: Companions) -> Companions:
 
     if isinstance(model, modeling_pooled.PooledForSequenceClassification):
         return _with_code(modeling_pooled.__file__, model, "SequenceClassification", companions)
-    if isinstance(model, modeling_layers.LayersForImageClassification):
-        return _with_code(modeling_layers.__file__, model, "ImageClassification", companions)
-    if isinstance(model, modeling_layers.LayersForSequenceClassification):
-        return _with_code(modeling_layers.__file__, model, "SequenceClassification", companions)
-    return companions
+    if not isinstance(model, modeling_layers.LayersClassifier):
+        return companions
+    companions = replace(companions, notes=(*companions.notes, PUBLIC))
+    is_image = isinstance(model, modeling_layers.LayersForImageClassification)
+    task = "ImageClassification" if is_image else "SequenceClassification"
+    return _with_code(modeling_layers.__file__, model, task, companions)
 
 
 def _with_code(file: str, model: Any, task: str, companions: Companions) -> Companions:

@@ -203,7 +203,19 @@ def model_of(
             f"such as {example}"
         )
     notes = (f"the weights lack {', '.join(fresh)}: trained like the head",) if fresh else ()
-    return model.eval(), (*heads, *fresh), notes
+    return model.eval(), (*heads, *fresh), (*notes, *_public_statistics(model))
+
+
+def _public_statistics(model: nn.Module) -> tuple[str, ...]:
+    """Return a note if the weights contain statistics of public records."""
+    from dpfed.model.shipped.modeling_layers import LayersClassifier
+
+    if not isinstance(model, LayersClassifier):
+        return ()
+    return (
+        "the weights contain the mean and the spread of features of public records, which privacy "
+        "does not protect",
+    )
 
 
 def _refuse_random(
