@@ -33,7 +33,9 @@ ROWS = ROOT / "results" / "flagship.csv"
 PAGE = ROOT / "docs" / "results.md"
 BEGIN = "<!-- flagship: table -->"
 END = "<!-- flagship: end -->"
-COLUMNS = ("method", "epsilon", "sigma", "batch", "seed", "lr", "accuracy", "loss")
+COLUMNS = ("features", "method", "epsilon", "sigma", "batch", "seed", "lr", "accuracy", "loss")
+# What the head reads, and the file of these features.
+FEATURES = {"all layers": "cifar10-swin-layers.npz", "last layer": "cifar10-swin.npz"}
 EPSILONS = (0.5, 1.0, 2.0, 4.363, 8.0)
 PLAIN = "no privacy"
 RATES = {"dp-fedavg": (0.1, 0.3, 1.0, 3.0), PLAIN: (0.003, 0.01, 0.03, 0.1)}
@@ -41,6 +43,13 @@ FEDERATION = [
     *("data.clients=50", "data.alpha=0.1", "model.name=linear", "run.participation=0.1"),
     *("run.rounds=100", "run.local_steps=20"),
 ]
+# What the lines of the picture show: what the head reads, the method, and the marker.
+LINES = (
+    ("all layers", "dp-fedadamw", "o-"),
+    ("all layers", "dp-fedavg", "s-"),
+    ("last layer", "dp-fedadamw", "o--"),
+    ("last layer", "dp-fedavg", "s--"),
+)
 LABELS = {"dp-fedadamw": "recipe", "dp-fedavg": "DP-FedAvg, best of 4 rates"}
 
 
@@ -58,7 +67,7 @@ def config_of(method: str, epsilon: float | None, file: Path, seed: int) -> Conf
     return build(overlay(tables, overrides_layer(settings)), registry())
 
 
-def measure(method: str, config: Config, cache: JobCache) -> list[dict[str, Any]]:
+def measure(read: str, method: str, config: Config, cache: JobCache) -> list[dict[str, Any]]:
     job = prepare(config, None, cache)
     rates = RATES.get(method) or (job.algorithm.base_lr,)
     vectors = recipe_runs.train(job, [Row(rate) for rate in rates], [AVERAGE])
@@ -69,6 +78,7 @@ def measure(method: str, config: Config, cache: JobCache) -> list[dict[str, Any]
         accuracy, loss = recipe_runs.scores(job, vector[AVERAGE])
         rows.append(
             {
+                "features": read,
                 "method": method,
                 "epsilon": spent if private else "",
                 "sigma": float(job.plan.multipliers.max()),
@@ -84,13 +94,14 @@ def measure(method: str, config: Config, cache: JobCache) -> list[dict[str, Any]
 
 def run(options: argparse.Namespace) -> None:
     cache = JobCache()
-    file = options.features / "cifar10-swin.npz"
+    read = options.read
+    file = options.features / FEATURES[read]
     for seed in options.seeds:
         plans = [(m, e) for e in options.epsilons for m in options.methods if m != PLAIN]
         plans += [(PLAIN, None)] * (PLAIN in options.methods)
         for method, epsilon in plans:
-            append(measure(method, config_of(method, epsilon, file, seed), cache))
-            print(f"{method}, epsilon {epsilon}, seed {seed}", flush=True)
+            append(measure(read, method, config_of(method, epsilon, file, seed), cache))
+            print(f"{read}: {method}, epsilon {epsilon}, seed {seed}", flush=True)
 
 
 def append(rows: list[dict[str, Any]]) -> None:
@@ -108,15 +119,15 @@ Cell = tuple[float, int]
 """The mean accuracy at the best rate, and its number of seeds."""
 
 
-def cells() -> dict[tuple[str, float | None], Cell]:
-    """Return a cell for each method and target epsilon."""
+def cells() -> dict[tuple[str, str, float | None], Cell]:
+    """Return a cell for what the head reads, each method and each target epsilon."""
     with ROWS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    found: dict[tuple[str, float | None], dict[str, list[float]]] = {}
+    found: dict[tuple[str, str, float | None], dict[str, list[float]]] = {}
     for row in rows:
         spent = float(row["epsilon"]) if row["epsilon"] else None
         target = None if spent is None else min(EPSILONS, key=lambda e, s=spent: abs(e - s))
-        rates = found.setdefault((row["method"], target), {})
+        rates = found.setdefault((row["features"], row["method"], target), {})
         rates.setdefault(row["lr"], []).append(float(row["accuracy"]))
     return {
         key: max((sum(values) / len(values), len(values)) for values in rates.values())
@@ -126,11 +137,14 @@ def cells() -> dict[tuple[str, float | None], Cell]:
 
 def table() -> str:
     measured = cells()
-    lines = ["| ε | recipe | DP-FedAvg, best of 4 rates |", "| --- | --- | --- |"]
+    columns = [(read, method) for read in FEATURES for method in LABELS]
+    titles = [f"{LABELS[method]}, {read}" for read, method in columns]
+    lines = [f"| ε | {' | '.join(titles)} |", "|" + " --- |" * (1 + len(columns))]
     for epsilon in EPSILONS:
-        shown = [text(measured.get((method, epsilon))) for method in LABELS]
+        shown = [text(measured.get((*column, epsilon))) for column in columns]
         lines.append(f"| {epsilon:g} | {' | '.join(shown)} |")
-    lines.append(f"| no privacy | | {text(measured.get((PLAIN, None)))} |")
+    plain = [text(measured.get((read, PLAIN, None))) for read in FEATURES]
+    lines.append(f"| no privacy | | {plain[0]} | | {plain[1]} |")
     return "\n".join(lines)
 
 
@@ -147,16 +161,16 @@ def draw(theme: str) -> None:
     style = {"svg.fonttype": "none", "svg.hashsalt": "dpfed", "font.family": "sans-serif"}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-        for method, marker in (("dp-fedadamw", "o-"), ("dp-fedavg", "s--")):
-            points = [
-                (e, 100 * measured[method, e][0]) for e in EPSILONS if (method, e) in measured
-            ]
-            axes.plot(
-                *zip(*points, strict=True), marker, color=colours[method], label=LABELS[method]
-            )
-        if (PLAIN, None) in measured:
-            plain = 100 * measured[PLAIN, None][0]
-            axes.axhline(plain, color=colours["soft"], linestyle=":", label=PLAIN)
+        for read, method, marker in LINES:
+            keys = [(read, method, e) for e in EPSILONS]
+            points = [(key[2], 100 * measured[key][0]) for key in keys if key in measured]
+            if points:
+                label = f"{LABELS[method]}, {read}"
+                axes.plot(*zip(*points, strict=True), marker, color=colours[method], label=label)
+        plain = measured.get(("last layer", PLAIN, None))
+        if plain is not None:
+            label = f"{PLAIN}, last layer"
+            axes.axhline(100 * plain[0], color=colours["soft"], linestyle=":", label=label)
         axes.set_xscale("log")
         axes.set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
         axes.minorticks_off()
@@ -192,6 +206,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run")
     runner.add_argument("--features", type=Path, required=True)
+    runner.add_argument("--read", choices=list(FEATURES), default="all layers")
     runner.add_argument("--seeds", nargs="+", type=int, default=[0])
     runner.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     runner.add_argument("--methods", nargs="+", default=["dp-fedadamw", *RATES])

@@ -170,12 +170,17 @@ def append(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def distance(task: Task, rows: Sequence[dict[str, str]]) -> tuple[dict[str, Any], float]:
-    """Return the means of the recipe's rate and of the best one, and the distance in points."""
+    """Return the means of the recipe's rate and of the best one, and the distance in points.
+
+    A rate that has fewer seeds than the recipe's does not count.
+    """
+    own = next(row["lr"] for row in rows if row["origin"] == "recipe")
+    seeds = sum(row["lr"] == own for row in rows)
     means: dict[str, float] = {}
     for lr in dict.fromkeys(row["lr"] for row in rows):
         values = [float(row[task.score]) for row in rows if row["lr"] == lr]
-        means[lr] = sum(values) / len(values)
-    own = next(row["lr"] for row in rows if row["origin"] == "recipe")
+        if len(values) == seeds:
+            means[lr] = sum(values) / len(values)
     if task.score == "loss":
         best = min(means, key=means.__getitem__)
         points = 100 * (means[own] / means[best] - 1)
@@ -197,16 +202,20 @@ def table() -> str:
             lines.append(f"| {task.title} | {task.half} | | | {epsilon} | | | {missing} | | | |")
             continue
         found, behind = distance(task, own)
-        points.setdefault(task.half, []).append(behind)
         first = own[0]
         noise = float(first["sigma"]) / float(first["batch"])
         scores = [f"{100 * found[k]:.1f} %" for k in ("score", "best")]
         if task.score == "loss":
             scores = [f"{found[k]:.3f}" for k in ("score", "best")]
+        searched = f"{scores[1]} | {found['best_lr']} | {behind:.1f}"
+        if task.rates:
+            points.setdefault(task.half, []).append(behind)
+        else:
+            searched = "not searched | |"
         lines.append(
             f"| {task.title} | {task.half} | {int(first['parameters']):,} | {first['clients']} | "
             f"{float(first['epsilon']):.3g} | {noise:.3f} | {found['lr']} | {scores[0]} | "
-            f"{scores[1]} | {found['best_lr']} | {behind:.1f} |"
+            f"{searched} |"
         )
     for half, values in points.items():
         mean = sum(values) / len(values)

@@ -9,8 +9,9 @@ from pooling_case import state_pooling
 from transformers import BertConfig, BertModel
 
 
-def encoder(folder: Path) -> str:
+def encoder(folder: Path, layers: int = 1) -> str:
     """Save a tiny BERT with dropout, a tokenizer and pooling files."""
     base("bert", folder)
-    BertModel(BertConfig(**TEXT, **SIZES)).save_pretrained(folder)
+    shape = {**TEXT, **SIZES, "num_hidden_layers": layers}
+    BertModel(BertConfig(**shape)).save_pretrained(folder)
     return state_pooling(folder, None, "Normalize")

@@ -69,6 +69,15 @@ def test_a_task_measures_the_recipes_rate_and_the_others(module: Any, features: 
     assert found["lr"] == rows[0]["lr"]
 
 
+def test_a_rate_with_fewer_seeds_does_not_count(module: Any) -> None:
+    tasks = module("recipe_tasks")
+    runs = [("recipe", "0.1", 0.7), ("grid", "1", 0.9), ("recipe", "0.1", 0.8)]
+    rows = [{"origin": o, "lr": lr, "accuracy": str(score)} for o, lr, score in runs]
+    found, points = tasks.distance(tasks.Task("small", "report", "Small", ()), rows)
+    assert points == 0
+    assert found["best"] == pytest.approx(0.75)
+
+
 @pytest.mark.parametrize("name", ["recipe_tasks", "recipe_candidates", "recipe_flagship"])
 def test_the_pages_are_those_of_the_rows(module: Any, name: str) -> None:
     assert module(name).page(check=True) == 0

@@ -1,7 +1,4 @@
-"""`dpfed model describe`: show the trainable tensors of a model and their blocks.
-
-No weights are loaded.
-"""
+"""`dpfed model`: show the trainable tensors and their blocks, or join the layers of an encoder."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,11 +22,6 @@ if TYPE_CHECKING:
 
 HELP = "Models: what is trained, and in which blocks."
 model = typer.Typer(name="model", cls=Group, help=HELP, no_args_is_help=True)
-
-
-@model.callback()
-def group() -> None:
-    """Do nothing: without this function, typer would drop the name `describe`, its only command."""
 
 
 @model.command("describe", cls=Command)
@@ -65,6 +58,34 @@ def describe(
     notes += parts.notes
     found = plain(settings, parts, notes)
     show(lines(found, spec), found, as_json)
+
+
+@model.command("layers", cls=Command)
+def layers(
+    config: Target = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="new folder for the model", show_default=False)] = Path(
+        "all-layers"
+    ),
+    debug: Debug = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a classifier that reads all layers of an encoder, for a head that is trained alone.
+
+    Example: dpfed model layers best-head --set model.weights=my-model --out all-layers
+
+    The features are centred by the inputs of the server's public records, without labels.
+    """
+    settings = settings_of(config, overrides)
+    from dpfed.training.layers_model import write_layers_model
+
+    found = write_layers_model(settings, out)
+    text = (
+        f"{len(found.widths)} layers with {sum(found.widths)} numbers, centred by {found.records} "
+        f"public records, written to {out}: set model.weights to it and model.train = head"
+    )
+    facts = {"out": str(out), "widths": list(found.widths), "records": found.records}
+    show([text], facts, as_json)
 
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:

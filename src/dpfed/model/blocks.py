@@ -67,11 +67,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 def inner_config(model: Any) -> Any:
     """Return the configuration of the Transformer inside `model`, a model or a configuration.
 
-    A model of several media, such as images and text, has it in the entry `text_config`. Without
-    this entry, return the whole configuration.
+    A model with several parts, such as images and text, has this entry under `text_config`, and a
+    classifier on all layers has it under `body_config`. Without such an entry, return the whole
+    configuration.
     """
     config = getattr(model, "config", model)
-    return getattr(config, "text_config", config)
+    return getattr(config, "body_config", getattr(config, "text_config", config))
 
 
 def architecture_of(

@@ -1,11 +1,14 @@
-"""`dpfed model describe`: shapes, counts and blocks, with and without data."""
+"""`dpfed model`: shapes, counts and blocks, with and without data; a head on all layers."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers import ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 from dpfed.cli.main import app
@@ -149,3 +152,43 @@ def test_gather_counts_what_differs_only_in_numbers() -> None:
         ("conv1", 5): 1,
         ("conv2", 5): 1,
     }
+
+
+def test_a_head_on_all_layers_trains_like_other_weights(tmp_path: Path) -> None:
+    shape = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 2}
+    sizes = {"num_attention_heads": 2, "intermediate_size": 8}
+    ViTModel(ViTConfig(**shape, **sizes)).save_pretrained(tmp_path / "base")
+    x = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 8)).astype(np.uint8)
+    data = {"x_train": x, "x_test": x[:9], "y_train": np.arange(60) % 3, "y_test": np.arange(9) % 3}
+    np.savez(tmp_path / "data.npz", **data)
+    toml = f'''
+[data]
+name = "npz"
+path = "{tmp_path / "data.npz"}"
+clients = 2
+[model]
+name = "auto-image"
+weights = "{tmp_path / "base"}"
+train = "head"
+[privacy]
+sigma = 1.0
+batch = 4
+[run]
+rounds = 1
+local_steps = 1
+'''
+    (tmp_path / "my.toml").write_text(toml)
+    out = tmp_path / "all-layers"
+    mine = str(tmp_path / "my.toml")
+    weights = ("--set", f"model.weights={out}")
+    commands = (
+        ["model", "layers", mine, "--out", str(out)],
+        ["run", mine, *weights, "--out", str(tmp_path / "run")],
+    )
+    found = []
+    for command in commands:
+        result = CliRunner().invoke(app, [*command, "--json"])
+        assert result.exception is None, result.output
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+    assert found[0] == {"out": str(out), "widths": [8, 8], "records": 9}
+    assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -27,6 +27,10 @@ OLD_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+PUBLIC = (
+    "The weights contain the mean and the spread of features of the server's public records. "
+    "Privacy does not protect these records."
+)
 REMEDY = 'set model.pooling = "none" for the model\'s own head'
 
 
@@ -74,20 +78,32 @@ def pooled_config(config: Any, pooling: Pooling) -> Any:
     return PooledConfig(text_config=config, pooling=pooling.way, normalize=pooling.normalize)
 
 
-def with_pooling_code(model: nn.Module, companions: Companions) -> Companions:
-    """Return the companions of an export; if `model` is a pooled classifier, add its code."""
-    from dpfed.model.shipped import modeling_pooled as code
+def with_model_code(model: nn.Module, companions: Companions) -> Companions:
+    """Return the companions of an export; if `model` is a class of dpfed, add its code."""
+    from dpfed.model.shipped import modeling_layers, modeling_pooled
 
-    if not isinstance(model, code.PooledForSequenceClassification):
+    if isinstance(model, modeling_pooled.PooledForSequenceClassification):
+        return _with_code(modeling_pooled.__file__, model, "SequenceClassification", companions)
+    if not isinstance(model, modeling_layers.LayersClassifier):
         return companions
-    path = Path(code.__file__)
-    name = f"{path.stem}.{code.PooledForSequenceClassification.__name__}"
+    companions = replace(companions, notes=(*companions.notes, PUBLIC))
+    is_image = isinstance(model, modeling_layers.LayersForImageClassification)
+    task = "ImageClassification" if is_image else "SequenceClassification"
+    return _with_code(modeling_layers.__file__, model, task, companions)
+
+
+def _with_code(file: str, model: Any, task: str, companions: Companions) -> Companions:
+    """Return the companions with the file that defines the class of `model`, for a task."""
+    path = Path(file)
+    # The class may be replaced by a faster one of another name, so search for the original.
+    original = next(cls for cls in type(model).__mro__ if cls.__module__.endswith(path.stem))
+    name = f"{path.stem}.{original.__name__}"
     classes = {
-        "AutoConfig": f"{path.stem}.{code.PooledConfig.__name__}",
-        "AutoModelForSequenceClassification": name,
+        "AutoConfig": f"{path.stem}.{model.config_class.__name__}",
+        f"AutoModelFor{task}": name,
     }
     note = (
-        "Classifiers of transformers for this encoder do not pool as it was trained. "
+        "Classifiers of transformers for this encoder do not pool as this model does. "
         f"`{path.name}` in this folder does: load with `trust_remote_code=True`."
     )
     return replace(

@@ -80,7 +80,7 @@ def refuse_other(name: str, found: Any, expected: Mapping[str, Any], other: str)
 def config_of(weights: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    know_pooled()
+    know_own_classes()
     name, local = source_of(weights)
     try:
         return AutoConfig.from_pretrained(
@@ -106,18 +106,40 @@ def generates(weights: str | None) -> bool:
     return not set(stated).isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def know_pooled() -> None:
-    """Register the pooled classifier with transformers.
+def know_own_classes() -> None:
+    """Register dpfed's own classifiers with transformers.
 
-    transformers then loads exports of this classifier without running the code in their folder.
+    transformers then loads exports of these classifiers without running the code in their folder.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForImageClassification,
+        AutoModelForSequenceClassification,
+    )
 
-    from dpfed.model.shipped.modeling_pooled import PooledConfig, PooledForSequenceClassification
+    from dpfed.model.shipped import modeling_layers as layers
+    from dpfed.model.shipped import modeling_pooled as pooled
 
-    model = PooledForSequenceClassification
-    AutoConfig.register(PooledConfig.model_type, PooledConfig, exist_ok=True)
-    AutoModelForSequenceClassification.register(PooledConfig, model, exist_ok=True)
+    for config in (pooled.PooledConfig, layers.LayersConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto, config, model in (
+        (
+            AutoModelForSequenceClassification,
+            pooled.PooledConfig,
+            pooled.PooledForSequenceClassification,
+        ),
+        (
+            AutoModelForSequenceClassification,
+            layers.LayersConfig,
+            layers.LayersForSequenceClassification,
+        ),
+        (
+            AutoModelForImageClassification,
+            layers.LayersConfig,
+            layers.LayersForImageClassification,
+        ),
+    ):
+        auto.register(config, model, exist_ok=True)
 
 
 def on_meta() -> bool:
@@ -181,7 +203,19 @@ def model_of(
             f"such as {example}"
         )
     notes = (f"the weights lack {', '.join(fresh)}: trained like the head",) if fresh else ()
-    return model.eval(), (*heads, *fresh), notes
+    return model.eval(), (*heads, *fresh), (*notes, *_public_statistics(model))
+
+
+def _public_statistics(model: nn.Module) -> tuple[str, ...]:
+    """Return a note if the weights contain statistics of public records."""
+    from dpfed.model.shipped.modeling_layers import LayersClassifier
+
+    if not isinstance(model, LayersClassifier):
+        return ()
+    return (
+        "the weights contain the mean and the spread of features of public records, which privacy "
+        "does not protect",
+    )
 
 
 def _refuse_random(

@@ -35,7 +35,7 @@ from dpfed.model.zoo.pooling import (
     adapter_is_pooled,
     pooled_config,
     pooling_of,
-    with_pooling_code,
+    with_model_code,
 )
 from dpfed.model.zoo.pretrained import (
     Head,
@@ -195,14 +195,14 @@ class TextSection(PretrainedSection):
         except DpfedError as error:
             note = f"This folder has no tokenizer, as the run could not load one ({error})."
             found = Companions(config=config, saved=tuple(saved), notes=(note,))
-            return with_pooling_code(model, found)
+            return with_model_code(model, found)
         note = f"The run cut texts after {self.max_length} tokens."
         if not causal:
             padded_right(tokenizer, name, key)
             tokenizer.model_max_length = self.max_length
             note = f"{note} Call the pipeline with `truncation=True` to do the same."
         found = Companions(config=config, saved=(*saved, tokenizer), notes=(note,))
-        return with_pooling_code(model, found)
+        return with_model_code(model, found)
 
     def finish(self, config: Any, spec: InputSpec) -> Built:
         """Return the built model for a configuration of transformers."""

@@ -16,6 +16,7 @@ from dpfed.model.export_files import ImageInput, image_companions
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 from dpfed.model.zoo.image_inputs import IMAGENET, expect_images, images
+from dpfed.model.zoo.pooling import with_model_code
 from dpfed.model.zoo.pretrained import (
     Head,
     PretrainedSection,
@@ -95,7 +96,7 @@ class VisionSection(PretrainedSection):
     def finish(self, config: Any, spec: InputSpec) -> Built:
         from transformers import AutoModelForImageClassification
 
-        channels = int(getattr(config, "num_channels", 3))
+        channels = int(getattr(body_of(config), "num_channels", 3))
         expect_images(self.name, spec, channels)
         weights = self.chosen()
         model, heads, notes = model_of(
@@ -110,7 +111,7 @@ class VisionSection(PretrainedSection):
         if len(mean) != channels:
             mean = (0.5,) * channels
             std = (0.25,) * channels
-        size = self.image_size or _side(config)
+        size = self.image_size or _side(body_of(config))
         if self.sharpen and size < 3:
             raise DpfedError(
                 "model.sharpen needs images of at least 3 pixels a side: leave it at 0"
@@ -122,8 +123,13 @@ class VisionSection(PretrainedSection):
             images(entry),
             rows=max(16, 1024 * 32 * 32 // (size * size)),
             notes=notes,
-            companions=image_companions(entry),
+            companions=lambda reading: with_model_code(model, image_companions(entry)(reading)),
         )
+
+
+def body_of(config: Any) -> Any:
+    """Return the configuration of the encoder in a classifier on all layers, else `config`."""
+    return getattr(config, "body_config", config)
 
 
 def _side(config: Any) -> int:
@@ -279,17 +285,18 @@ class AutoImage(VisionSection):
 
     def build(self, spec: InputSpec) -> Built:
         config = config_of(self.pretrained())
+        body = body_of(config)
         if self.drop_path is not None:
-            if not hasattr(config, "drop_path_rate"):
+            if not hasattr(body, "drop_path_rate"):
                 raise DpfedError(
-                    f"model.drop_path: {config.model_type} has no stochastic depth, leave it out"
+                    f"model.drop_path: {body.model_type} has no stochastic depth, leave it out"
                 )
-            config.drop_path_rate = self.drop_path
-        if config.model_type == "swin":
-            config = sized(config, self.name, self.image_size, pretrained=True)
-        elif self.image_size and _image_size(config) and self.image_size != _side(config):
+            body.drop_path_rate = self.drop_path
+        if body.model_type == "swin":
+            sized(body, self.name, self.image_size, pretrained=True)
+        elif self.image_size and _image_size(body) and self.image_size != _side(body):
             raise DpfedError(
-                f"model.image_size = {self.image_size}: these weights are for {_side(config)} "
+                f"model.image_size = {self.image_size}: these weights are for {_side(body)} "
                 "pixels; leave it unset, images are resized to that"
             )
         return self.finish(config, spec)
