@@ -68,7 +68,7 @@ def check_features(config: Config, source: Source, wanted: Tensor) -> None:
     job = prepare(config, source)
     assert NOTE in job.notes
     assert any("features of public records" in note for note in job.notes)
-    found = job.test.inputs["features"]
+    found = job.public.test.inputs["features"]
     torch.testing.assert_close(found.mean(0), torch.zeros(found.shape[1]), atol=1e-4, rtol=0)
     assert float(found.square().sum(1).mean().sqrt()) == pytest.approx(NORM, rel=1e-4)
     centred = wanted - wanted.mean(0)
