@@ -86,6 +86,9 @@ class Recorder:
         self._present = present
         rows = slice(first, first + len(present))
         self._signs = signs_of(observations.setting, observations.coins)[rows]
+        # With Poisson sampling, the draws of other records say nothing about a canary. With batches
+        # of a fixed size they do, so a score must not use the known part.
+        self._independent = observations.setting.plan.sampling == "poisson"
         self._drawn: list[list[np.ndarray]] = []
         self._releases: list[list[_Release]] = []
 
@@ -128,7 +131,8 @@ class Recorder:
                 for name in ("along", "known", "noise")
             )
             summed = ((along - known) * signs).sum(1)
-            self._all.gradients.add(Step(rows, along, 1.0, summed, spread, noise))
+            seen = along - known if self._independent else along
+            self._all.gradients.add(Step(rows, seen, 1.0, summed, spread, noise))
             self._all.draws.add(start + k, rows, [drawn[k] for drawn in self._drawn], noise)
         # Training moves against the gradient, so a present canary has a negative component. It is
         # NaN if the client diverges.

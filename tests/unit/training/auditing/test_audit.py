@@ -86,11 +86,11 @@ def test_broken_clipping_and_noise_are_caught_by_few_canaries(name: str) -> None
 
 @pytest.mark.parametrize("seed", range(5))
 def test_audits_of_real_training_reach_half_of_the_claim(seed: int) -> None:
-    """The digits model, trained with canaries; two runs of 15 steps."""
-    found = audited(digits_job(seed, "privacy.target_epsilon=4"), 1400)
+    """The digits model, trained with canaries; three runs of 30 steps."""
+    found = audited(digits_job(seed, "privacy.target_epsilon=4", "run.rounds=10"), 2100)
     assert caught_by(found) == set()
     best = bound(found, "oracle", "Gaussian noise")
-    assert (best.canaries, best.runs, best.steps) == (1400, 2, 15)
+    assert (best.canaries, best.runs, best.steps) == (2100, 3, 30)
     assert best.claimed == pytest.approx(4.0, abs=0.01)
     assert 0.5 * best.claimed <= best.lower <= best.claimed
 
@@ -103,6 +103,7 @@ SMALL = [
     "run.rounds=2",
     "run.local_steps=4",
     "data.clients=4",
+    "privacy.batch=64",
 ]
 
 
@@ -123,14 +124,14 @@ def job(*more: str) -> Job:
 )
 def test_other_mechanisms_pass_and_without_noise_they_do_not(more: list[str]) -> None:
     """Replace-one exchanges the canary for its opposite; releases of a batch are averaged."""
-    true = audited(job("privacy.sigma=2.0", *more), 600)
+    true = audited(job("privacy.sigma=2.0", *more), 2000)
     assert caught_by(true) == set()
     best = bound(true, "oracle", "Gaussian noise")
     assert best.lower > 0.1 * best.claimed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plan, "noise_std", lambda plan, i: 1e-3 * plan.clip)
         broken = audited(job("privacy.sigma=2.0", *more), 600)
-    assert caught_by(broken) >= {SHIFTS, "oracle: the accounted curve", "noise"}
+    assert caught_by(broken) >= {SHIFTS, "noise"}
 
 
 def test_a_count_that_is_charged_with_the_sum_lowers_the_bound() -> None:
@@ -151,15 +152,13 @@ def test_a_count_that_is_charged_with_the_sum_lowers_the_bound() -> None:
 @pytest.mark.parametrize("algorithm", ["dp-fedavg", "dp-fedadamw"])
 def test_the_server_sees_no_more_than_claimed(algorithm: str) -> None:
     """Without noise the same score reveals the canaries."""
-    prepared = job(f"algorithm.name={algorithm}", "privacy.sigma=4.0")
-    true = bound(audited(prepared, 400), "server", "the accounted curve")
+    prepared = digits_job(0, f"algorithm.name={algorithm}")
+    true = bound(audited(prepared), "server", "the accounted curve")
     assert not true.disproved
-    assert (true.clients, true.runs, true.steps) == (4, 3, 8)
-    assert true.canaries == pytest.approx(400, abs=12)
+    assert (true.canaries, true.clients, true.runs, true.steps) == (CANARIES, 10, 1, 15)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Plan, "noise_std", lambda plan, i: 0.0)
-        broken = bound(audited(prepared, 400), "server", "the accounted curve")
-    assert broken.lower > max(1.0, 2 * true.lower)
+        assert bound(audited(prepared), "server", "the accounted curve").disproved
 
 
 def test_canaries_pass_through_augmentations_as_records_do(
@@ -214,7 +213,7 @@ def setting_with(sizes: list[int], rounds: int = 3, local_steps: int = 5) -> Aud
         (60, 100, (20, 1)),
         (48, 100, (16, 1)),
         (96, 100, (16, 2)),
-        (100, 4, (4, 8)),
+        (100, 4, (4, 9)),
         (3, 100, (1, 1)),
     ],
 )
