@@ -23,7 +23,7 @@ from dpfed.training.auditing.setting import AuditSize, setting_of
 from dpfed.training.job.job import Job
 
 CONFIDENCE = 0.999
-CANARIES = (10, 20, 40, 60, 120, 240, 480)
+CANARIES = (20, 60, 120, 240)
 SEEDS = 3
 
 

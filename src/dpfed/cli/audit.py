@@ -50,7 +50,7 @@ def audit(
         float, typer.Option(help="probability with which all lower bounds hold together")
     ] = 0.95,
     own_model: Annotated[
-        bool, typer.Option("--own-model", help="audit the job's own model and records too")
+        bool, typer.Option("--own-model", help="audit records with their own gradients too")
     ] = False,
     server: Annotated[
         bool,
