@@ -13,8 +13,8 @@ from dpfed.privacy.noise import Streams
 from dpfed.privacy.plan import Plan
 from dpfed.training.job.job import Job
 
-# Largest number of local steps of all clients and runs together. The digits example computes so
-# many in XX s on one CPU core.
+# Largest number of local steps of all clients and runs together. The digits example computes 5,400
+# in 49 s on one CPU core.
 MAX_CLIENT_STEPS = 10_000
 
 
