@@ -26,7 +26,17 @@ NAMES = {
     "server": "the clients' messages",
     "model": "released gradients of the own model",
 }
-REPORT_KEYS = ("seen", "assumes", "lower", "claimed", "canaries", "clients", "steps", "disproved")
+REPORT_KEYS = (
+    "seen",
+    "assumes",
+    "lower",
+    "claimed",
+    "canaries",
+    "clients",
+    "runs",
+    "steps",
+    "disproved",
+)
 LAW_KEYS = ("what", "p_value", "broken", "tests")
 
 
@@ -40,7 +50,7 @@ def audit(
         float, typer.Option(help="probability with which all lower bounds hold together")
     ] = 0.95,
     own_model: Annotated[
-        bool, typer.Option("--own-model", help="audit the job's own model and records too")
+        bool, typer.Option("--own-model", help="audit records with their own gradients too")
     ] = False,
     server: Annotated[
         bool,
@@ -54,8 +64,7 @@ def audit(
 
     Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
-    # Do not compute features of the records in advance: the audit replaces records by canaries.
-    settings = settings_of(config, [*(overrides or []), "run.features=false"])
+    settings = settings_of(config, overrides)
     import torch
 
     from dpfed.privacy.auditing.report import disproofs
@@ -80,11 +89,11 @@ def table(found: Audit, confidence: float, reasons: list[str]) -> list[str]:
         f"epsilon at delta {show_delta(first.delta)}, worst client; "
         f"all lower bounds hold together with confidence {show_setting(confidence)}",
         f"{'seen':37}{'assumed':21}{'at least':>9}{'claimed':>9}{'steps':>7}{'canaries':>10}"
-        f"{'clients':>9}",
+        f"{'clients':>9}{'runs':>6}",
     ]
     for r in found.reports:
         bounds = f"{show_lower_bound(r.lower):>9}{show_loss(r.claimed):>9}"
-        counts = f"{r.steps:7}{r.canaries:10}{r.clients:9}"
+        counts = f"{r.steps:7}{r.canaries:10}{r.clients:9}{r.runs:6}"
         lines.append(f"{NAMES[r.seen]:37}{r.assumes:21}{bounds}{counts}  {r.verdict}")
     for law in found.laws:
         name = f"{law.what} of the oracle"

@@ -5,7 +5,7 @@ the mechanism releases. More correct guesses than a trade-off curve allows refut
 bounds assume nothing about noise, clipping, sampling or the independence of the canaries.
 
 The test is that of Mahloujifar, Melis and Chaudhuri ("Auditing f-Differential Privacy in One Run",
-ICML 2025). docs/audits.md (How the bounds work) derives it.
+ICML 2025). docs/audit-bounds.md derives it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Report:
     confidence  probability that `lower` does not exceed the true epsilon
     canaries    number of canaries
     clients     number of clients
-    steps       local steps of each client
+    runs        number of training runs
+    steps       local steps of each client in a run
     """
 
     seen: Seen
@@ -38,6 +39,7 @@ class Report:
     confidence: float
     canaries: int
     clients: int
+    runs: int
     steps: int
 
     @property

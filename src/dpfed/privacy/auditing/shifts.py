@@ -5,7 +5,7 @@ A canary shifts the sum by at most C if clipping works. The bound uses the sizes
 values, without a threshold. It assumes that the noise is Gaussian and independent, and that batches
 are drawn as accounted. The size of the noise is measured, in directions that no canary has.
 
-docs/audits.md (How the bounds work) derives it.
+docs/audit-bounds.md derives it.
 """
 
 from __future__ import annotations

@@ -12,22 +12,20 @@ from dpfed.privacy.auditing.laws import Law
 from dpfed.privacy.auditing.report import Assumed, Report, Seen
 from dpfed.privacy.auditing.shifts import ratio_bound
 from dpfed.privacy.published import show_setting
-from dpfed.training.auditing.canaries import measured_oracle
-from dpfed.training.auditing.draws import MAX_LAW_CELLS, audit_laws
+from dpfed.training.auditing.canaries import most_canaries
+from dpfed.training.auditing.canary_run import observe
 from dpfed.training.auditing.measurement import Measurement
-from dpfed.training.auditing.messages import server_scores
 from dpfed.training.auditing.records import MOST_PER_CLIENT, measured_records
 from dpfed.training.auditing.setting import (
+    MAX_CLIENT_STEPS,
     AuditSetting,
-    canaries_per_client,
     chosen_clients,
     fair_coins,
     setting_of,
+    size_for,
 )
 from dpfed.training.job.job import Job
 
-# Largest product of clients and steps in an audit, which then takes 5 s on one CPU core.
-MAX_CLIENT_STEPS = 30_000
 # Number of lower bounds of `audit`, without and with the job's own model. They share the error.
 BOUNDS = 5
 BOUNDS_WITH_MODEL = 8
@@ -41,10 +39,14 @@ class Audit:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Turns observations into lower bounds; each has the confidence `confidence`."""
+    """Turns observations into lower bounds; each has the confidence `confidence`.
+
+    setting  the audited clients, once for each run
+    """
 
     setting: AuditSetting
     confidence: float
+    runs: int = 1
 
     def of_guesses(self, seen: Seen, scores: np.ndarray, coins: np.ndarray) -> list[Report]:
         """Return the bound that assumes nothing, and the bound that assumes the curve."""
@@ -75,42 +77,17 @@ class Bounds:
             delta=self.setting.delta,
             confidence=self.confidence,
             canaries=coins.size,
-            clients=self.setting.plan.clients,
+            clients=self.setting.plan.clients // self.runs,
+            runs=self.runs,
             steps=self.setting.steps,
         )
-
-
-def audit_oracle(setting: AuditSetting, canaries: int, confidence: float) -> list[Report]:
-    """Audit the oracle's releases with many canaries, spread over the clients.
-
-    If the clients have too few records, each client is audited in several independent copies.
-    """
-    setting = _with_room_for(setting, canaries)
-    coins = fair_coins(setting, canaries_per_client(setting.plan, canaries), 1)
-    bounds = Bounds(setting, confidence)
-    return bounds.of_measurement("oracle", measured_oracle(setting, coins), coins)
-
-
-def _with_room_for(setting: AuditSetting, canaries: int) -> AuditSetting:
-    clients = setting.plan.clients
-    wanted = -(-canaries // (clients * int(setting.plan.sizes.min())))
-    most = MAX_CLIENT_STEPS // (clients * setting.steps)
-    return setting.only(np.tile(np.arange(clients), max(1, min(wanted, most))))
-
-
-def audit_messages(
-    job: Job, setting: AuditSetting, canaries: int, confidence: float
-) -> list[Report]:
-    """Audit the messages that the server receives in one run of the job with canaries."""
-    coins = fair_coins(setting, canaries_per_client(setting.plan, canaries), 3)
-    scores = server_scores(job, setting, coins)
-    return Bounds(setting, confidence).of_guesses("server", scores, coins)
 
 
 def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float) -> list[Report]:
     """Audit the oracle with the job's own model, and records of these clients as canaries."""
     setting = setting_of(job).only(clients)
-    count = min(MOST_PER_CLIENT, canaries_per_client(setting.plan, canaries))
+    wanted = max(1, round(canaries / len(clients)))
+    count = min(MOST_PER_CLIENT, wanted, int(setting.plan.sizes.min()))
     coins = fair_coins(setting, count, 4)
     found = measured_records(job, setting, clients, coins)
     return Bounds(setting, confidence).of_measurement("model", found, coins)
@@ -126,19 +103,19 @@ def audit(
     """
     _require(job, canaries, confidence)
     whole = setting_of(job)
-    most = max(1, MAX_CLIENT_STEPS // whole.steps)
-    clients = chosen_clients(whole.epsilons(), most)
+    clients = chosen_clients(whole.epsilons(), max(1, MAX_CLIENT_STEPS // whole.steps))
+    each = 1 - (1 - confidence) / (BOUNDS_WITH_MODEL if own_model else BOUNDS)
     setting = whole.only(clients)
-    law_steps = min(500, MAX_LAW_CELLS // (2 * int(setting.plan.sizes.max())))
-    count = BOUNDS_WITH_MODEL if own_model else BOUNDS
-    each = 1 - (1 - confidence) / count
+    size = size_for(setting, canaries, most_canaries(job.space.size))
+    found = observe(job, clients, setting, size)
+    bounds = Bounds(found.setting, each, size.runs)
     reports = [
-        *audit_oracle(setting, canaries, each),
-        *audit_messages(job, setting, canaries, each),
+        *bounds.of_measurement("oracle", found.gradients, found.coins),
+        *bounds.of_guesses("server", found.messages, found.coins),
     ]
     if own_model:
         reports += audit_model(job, clients, canaries, each)
-    return Audit(reports, list(audit_laws(setting.shortened(law_steps))))
+    return Audit(reports, list(found.draws.laws()))
 
 
 def _require(job: Job, canaries: int, confidence: float) -> None:

@@ -1,104 +1,169 @@
-"""Canaries in the job's oracle: a small model whose gradients are the canaries' directions.
+"""Gradient canaries: records of a job whose gradients the auditor chooses.
 
-A canary is a record that is present or absent by a coin toss. The audit runs the job's own oracle,
-with its plan, rates, noise and steps. It replaces only model and data.
+A canary is a unit of a client for which a fair coin decides if it is in the data. All its records
+have the same gradient: equally large numbers at a few coordinates of the trainable vector, and zero
+elsewhere. Its norm is about 1e3·B·C, so clipping must reduce it to C. No two canaries of a client
+share a coordinate, so their gradients are orthogonal. The coordinates of a canary lie in as many
+tensors as possible. If a bug clips each of 16 tensors to C, a canary has norm 4 C.
 
-The model is a sum of bias-free linear layers, and its loss is its output. So the gradient of a
-record is the record itself, repeated in every layer. The gradient of canary j has norm 1e3·B·C and
-direction j, spread over all layers. Clipping must reduce its norm to C. Other records are zero.
+All other records keep their own gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import sqrt
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfed.data.partition import Shards
-from dpfed.model.parameter_vector import space_of
-from dpfed.model.per_sample.gradients import PerSample, call, trainable
-from dpfed.model.task import Task
-from dpfed.privacy.record_batch import Records
-from dpfed.training.auditing.measurement import Measurement, Step, signs_of
-from dpfed.training.auditing.setting import AuditSetting
+from dpfed.model.parameter_vector import Space
+from dpfed.model.per_sample.gradients import PerSample
+from dpfed.privacy.record_batch import Augmentations, Records
+from dpfed.training.job.job import Job
 
-# Number of layers of the canary model. If a bug clips each of 16 layers separately to C, a
-# canary has norm 4 C, which the audit detects.
-LAYERS = 16
-
-
-class LinearSum(nn.Module):
-    """Model whose output is the sum of LAYERS linear layers without bias."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+# Most coordinates of one canary.
+MOST_COORDINATES = 16
+# Name of the input that says which canary a record is. The record of canary j has the number j + 1,
+# its opposite has -(j + 1), and all other records have 0.
+CODE = "canary_code"
 
 
-def canary_model(width: int, device: torch.device) -> PerSample:
-    model = LinearSum(width).to(device)
-    space = space_of(trainable(model)).to(device)
-    return PerSample(model, space, call, Task(lambda scores, labels: scores[:, 0]))
+@dataclass(frozen=True)
+class Directions:
+    """The gradients of the canaries, and coordinates at which no canary has a gradient.
 
-
-def canary_data(setting: AuditSetting, coins: np.ndarray) -> tuple[Records, Shards]:
-    """Return records and shards in which the first records of each client are its canaries.
-
-    coins  `[clients, canaries]`, True for a present canary
-
-    With add/remove adjacency an absent canary is a zero record. With replace-one adjacency it is
-    the canary with the opposite sign.
+    coordinates  `[canaries, any number]` coordinates of each canary
+    signs        `[canaries, the same number]` their signs, 1 or -1
+    free         coordinates of no canary, as many as there are canaries
     """
-    plan = setting.plan
-    width = coins.shape[1]
-    size = 1e3 * float(plan.expected.max()) * plan.clip / sqrt(LAYERS)
-    absent_size = 0.0 if plan.mechanism(0).adjacency == "add/remove one" else -size
-    directions = torch.eye(width, device=setting.device)
-    x = torch.cat([size * directions, absent_size * directions, 0 * directions[:1]])
-    rows = []
-    for coin, units in zip(coins, plan.sizes, strict=True):
-        row = np.full(int(units), 2 * width)
-        row[:width] = np.where(coin, np.arange(width), width + np.arange(width))
-        rows.append(row)
-    records = Records({"x": x}, torch.zeros(len(x), dtype=torch.int64, device=setting.device))
-    return records, one_record_units(plan.sizes, np.concatenate(rows))
+
+    coordinates: np.ndarray
+    signs: np.ndarray
+    free: np.ndarray
+
+    def along(self, sums: Tensor) -> np.ndarray:
+        """Return inner products of sums `[S, P]` with the canaries' directions, `[S, canaries]`."""
+        values = _columns(sums, self.coordinates) * self.signs
+        return np.asarray(values.sum(2) / sqrt(self.coordinates.shape[1]))
+
+    def beside(self, sums: Tensor) -> np.ndarray:
+        """Return the numbers of sums `[S, P]` at the free coordinates."""
+        return _columns(sums, self.free)
 
 
-def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
-    """Return shards in which each unit has one record.
+def _columns(sums: Tensor, coordinates: np.ndarray) -> np.ndarray:
+    chosen = sums[:, torch.from_numpy(coordinates).to(sums.device)]
+    return np.asarray(chosen.double().cpu().numpy())
 
-    sizes  number of units of each client
-    rows   record number of each unit: first the units of client 0, then of client 1, and so on
+
+def most_canaries(size: int) -> int:
+    """Return how many canaries with many coordinates fit into a vector of this size."""
+    return max(1, size // (MOST_COORDINATES + 1))
+
+
+def directions_for(space: Space, canaries: int, rng: np.random.Generator) -> Directions:
+    """Choose coordinates at random. Neighbours in the list of coordinates lie in other tensors."""
+    tensor = np.repeat(np.arange(len(space.shapes)), [shape.numel() for shape in space.shapes])
+    shuffled = rng.permutation(space.size)
+    by_tensor = shuffled[np.argsort(tensor[shuffled], kind="stable")]
+    counts = np.bincount(tensor)
+    # The rank of a coordinate in its tensor. Equal ranks of all tensors stand side by side.
+    rank = np.arange(space.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    dealt = by_tensor[np.argsort(rank, kind="stable")]
+    each = max(1, min(MOST_COORDINATES, (space.size - canaries) // canaries))
+    used = dealt[: canaries * each].reshape(canaries, each)
+    signs = rng.choice([-1.0, 1.0], used.shape)
+    return Directions(used, signs, dealt[canaries * each :][:canaries])
+
+
+class CanaryModel:
+    """The model of a job, in which the gradients of canaries are replaced.
+
+    size  absolute value of a canary's gradient at each of its coordinates
     """
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Shards(starts, np.arange(starts[-1] + 1), rows)
+
+    def __init__(self, model: PerSample, directions: Directions, size: float) -> None:
+        device = model.space.blocks.device
+        self._model = model
+        self._coordinates = torch.from_numpy(directions.coordinates).to(device)
+        self._values = torch.from_numpy(directions.signs * size).to(device)
+        self.space = model.space
+        self.has_dropout = model.has_dropout
+        self.places = model.places
+
+    def grads(
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
+    ) -> list[Tensor]:
+        others = {name: x for name, x in inputs.items() if name != CODE}
+        grads = torch.cat(self._model.grads(theta, client, others, labels, keys), 1)
+        code = inputs[CODE]
+        canary = (code.abs() - 1).clamp_min(0)
+        # A record that is no canary keeps its gradient, and zeros are added to it.
+        grads.masked_fill_((code != 0).unsqueeze(1), 0.0)
+        values = self._values[canary] * code.sign().unsqueeze(1)
+        grads.scatter_add_(1, self._coordinates[canary], values.to(grads))
+        return [grads[:, part] for part in self.space.slices()]
+
+    def raw_grads(
+        self,
+        theta: Tensor,
+        client: Tensor,
+        inputs: Mapping[str, Tensor],
+        labels: Tensor,
+        keys: Tensor | None = None,
+    ) -> list[Tensor]:
+        return self.grads(theta, client, inputs, labels, keys)
+
+    def ordered(self, raw: Tensor) -> Tensor:
+        return raw
 
 
-def canary_components(sums: Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return inner products of sums `[S, P]` with unit vectors: two arrays `[S, width]`.
+def canary_codes(
+    shards: Shards, positions: np.ndarray, signs: np.ndarray, records: int
+) -> np.ndarray:
+    """Return the value of the input CODE for each record.
 
-    The vectors of the first array are the canaries' directions. The vectors of the second array
-    are the same, but with alternating signs of the layers. They are orthogonal to all canaries.
+    positions  `[clients, canaries]` the units of each client that are canaries
+    signs      `[clients, canaries]` -1 for the opposite of a canary
     """
-    layers = sums.reshape(len(sums), LAYERS, width).double().cpu().numpy() / sqrt(LAYERS)
-    alternating = np.where(np.arange(LAYERS) % 2, -1.0, 1.0)
-    return layers.sum(1), np.einsum("slw,l->sw", layers, alternating)
+    codes = np.zeros(records, dtype=np.int64)
+    numbers = np.arange(1, positions.shape[1] + 1)
+    for client, (units, sign) in enumerate(zip(positions, signs, strict=True)):
+        rows, counts = shards.slots(client, units)
+        codes[rows] = np.repeat(np.where(sign < 0, -numbers, numbers), counts)
+    return codes
 
 
-def measured_oracle(setting: AuditSetting, coins: np.ndarray) -> Measurement:
-    """Run the oracle with these canaries, and measure all released sums."""
-    width = coins.shape[1]
-    model = canary_model(width, setting.device)
-    signs = signs_of(setting, coins)
-    found = Measurement(setting, coins)
-    for _, clients, sums in setting.releases(model, *canary_data(setting, coins)):
-        along, noise = canary_components(sums, width)
-        summed = (along * signs[clients]).sum(1)
-        spread = np.square(signs[clients]).sum(1)
-        found.add(Step(clients, along, 1.0, summed, spread, noise))
-    return found
+def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
+    """Return the job with canaries among its records."""
+    size = 1e3 * float(job.plan.expected.max()) * job.plan.clip
+    model = CanaryModel(job.model, directions, size / sqrt(directions.coordinates.shape[1]))
+    private = job.private
+    code = torch.from_numpy(codes).to(private.records.labels.device)
+    records = Records({**private.records.inputs, CODE: code}, private.records.labels)
+    augmentations = private.augmentations and _without_code(private.augmentations)
+    return replace(
+        job,
+        model=cast(PerSample, model),
+        private=replace(private, records=records, augmentations=augmentations),
+    )
+
+
+def _without_code(view: Augmentations) -> Augmentations:
+    """Return augmentations that leave the input CODE as it is."""
+
+    def augment(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
+        others = {name: x for name, x in inputs.items() if name != CODE}
+        return {**view.augment(others, keys), CODE: inputs[CODE]}
+
+    return Augmentations(augment, view.count)

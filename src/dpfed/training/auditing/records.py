@@ -10,8 +10,9 @@ client's other canaries. Along this direction it shifts the sum by at most C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from dpfed.data.partition import Shards
 from dpfed.errors import DpfedError
 from dpfed.model.per_sample.gradients import PerSample
-from dpfed.privacy.record_batch import Records
-from dpfed.training.auditing.canaries import one_record_units
+from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
+from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.training.auditing.measurement import Measurement, Step, signs_of
 from dpfed.training.auditing.setting import AuditSetting
 from dpfed.training.job.job import Job
@@ -30,6 +31,8 @@ from dpfed.training.job.job import Job
 WEIGHT = "canary_weight"
 # Most canaries of one client, because the auditor stores the gradient of each.
 MOST_PER_CLIENT = 16
+# Number of clients that are computed side by side.
+FLEET = 32
 
 
 class WeightedModel:
@@ -77,12 +80,43 @@ def measured_records(
     signs = signs_of(setting, coins)
     rows = [canary_rows(job, int(client), coins.shape[1]) for client in clients]
     directions = [directions_of(job, own) for own in rows]
-    model = WeightedModel(job.model)
+    model: Any = WeightedModel(job.model)
     found = Measurement(setting, coins)
     data = weighted_records(job, setting, np.concatenate(rows), signs)
-    for _, numbers, sums in setting.releases(model, *data, job.theta, job.model.places):
+    for numbers, sums in releases(job, setting, PrivateData(model, *data)):
         found.add(_measured(numbers, sums.double().cpu().numpy(), directions, signs))
     return found
+
+
+def releases(
+    job: Job, setting: AuditSetting, data: PrivateData
+) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """Run all steps at the initial weights. Yield the clients and the released sums of each step.
+
+    The sums `[S, P]` are noised and divided by C. Several releases of a batch are averaged.
+    """
+    plan = setting.plan
+    privacy = job.config.privacy
+    limits = PassLimits(job.config.run.max_slots, places=job.model.places)
+    for first in range(0, plan.clients, FLEET):
+        clients = np.arange(first, min(first + FLEET, plan.clients))
+        theta = job.theta.expand(len(clients), -1).contiguous()
+        unit = torch.from_numpy(plan.expected[clients] / plan.clip).float().to(job.device)
+        for t in range(1, setting.rounds + 1):
+            terms = RoundTerms(
+                plan,
+                setting.streams,
+                t,
+                clients.tolist(),
+                setting.local_steps,
+                grid=privacy.grid is True,
+                isolation=privacy.isolation,
+            )
+            oracle = FleetOracle(data, terms, limits)
+            for _ in range(setting.local_steps * plan.batches):
+                sums = [oracle(theta)[0]]
+                sums += [oracle.again(theta)[0] for _ in range(plan.releases - 1)]
+                yield clients, torch.stack(sums).mean(0) * unit.unsqueeze(1)
 
 
 def _measured(
@@ -120,13 +154,23 @@ def weighted_records(
     clients, count = signs.shape
     chosen = torch.from_numpy(np.append(sources, sources[0])).to(job.private.records.labels.device)
     inputs, labels = job.private.records.take(chosen)
-    weights = torch.from_numpy(np.append(signs.reshape(-1), 0.0)).float().to(setting.device)
+    weights = torch.from_numpy(np.append(signs.reshape(-1), 0.0)).float().to(job.device)
     filler = clients * count
     rows = [np.full(int(size), filler) for size in setting.plan.sizes]
     for client, row in enumerate(rows):
         row[:count] = client * count + np.arange(count)
     shards = one_record_units(setting.plan.sizes, np.concatenate(rows))
     return Records({**inputs, WEIGHT: weights}, labels), shards
+
+
+def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
+    """Return shards in which each unit has one record.
+
+    sizes  number of units of each client
+    rows   record number of each unit: first the units of client 0, then of client 1, and so on
+    """
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Shards(starts, np.arange(starts[-1] + 1), rows)
 
 
 def directions_of(job: Job, rows: np.ndarray) -> Directions:

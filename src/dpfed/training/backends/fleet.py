@@ -90,6 +90,8 @@ class Fleet:
         self._fixed_fits = True
         self._warned = False
         self._wait_for_charge: WaitForCharge = no_charge
+        # Builds the oracle of each round. An audit replaces it by one that reports its releases.
+        self.new_oracle: Callable[..., FleetOracle] = FleetOracle
         # Completed and planned local steps of this round, summed over its clients.
         self._steps_done = 0
         self._steps_planned = 0
@@ -185,10 +187,9 @@ class Fleet:
 
     def _oracle(self, t: int, state: State, part: Part) -> FleetOracle:
         job = self._job
-        return FleetOracle(
-            PrivateData(
-                job.model, job.private.records, job.private.shards, job.private.augmentations
-            ),
+        private = job.private
+        return self.new_oracle(
+            PrivateData(job.model, private.records, private.shards, private.augmentations),
             RoundTerms(
                 job.plan.at(state.clip),
                 job.streams,

@@ -90,7 +90,7 @@ def test_of_several_histories_the_least_private_one_counts() -> None:
 def largest_probability(canaries: int, guesses: int, correct: int, curve: Curve) -> float:
     """Return the largest probability of `correct` or more right guesses, by linear programming.
 
-    The constraints are those that docs/audits.md derives, for every number of right guesses.
+    The constraints are those that docs/audit-bounds.md derives, for every number of right guesses.
     """
     j = np.arange(guesses + 1)
     rows, limits = [], []
