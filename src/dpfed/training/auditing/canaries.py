@@ -95,6 +95,7 @@ class CanaryModel:
         self.space = model.space
         self.has_dropout = model.has_dropout
         self.places = model.places
+        self.kinds = model.kinds
 
     def grads(
         self,

@@ -78,15 +78,15 @@ def test_all_records_of_a_unit_have_its_code() -> None:
 def test_only_canaries_get_other_gradients(raw: bool) -> None:
     plain = job()
     directions = directions_for(plain.space, 3, rng())
-    codes = np.zeros(len(plain.records.labels), dtype=np.int64)
+    codes = np.zeros(len(plain.private.records.labels), dtype=np.int64)
     codes[[0, 3, 4]] = [2, -3, 1]
     audited = with_canaries(plain, directions, codes)
     rows = torch.arange(6)
     client = torch.tensor([0, 1, 0, 1, 0, 1])
     theta = torch.stack([plain.theta, plain.theta + 0.1])
-    own = torch.cat(plain.model.grads(theta, client, *plain.records.take(rows)), 1)
+    own = torch.cat(plain.model.grads(theta, client, *plain.private.records.take(rows)), 1)
     compute = audited.model.raw_grads if raw else audited.model.grads
-    parts = compute(theta, client, *audited.records.take(rows))
+    parts = compute(theta, client, *audited.private.records.take(rows))
     assert [g.shape[1] for g in parts] == [shape.numel() for shape in plain.space.shapes]
     found = audited.model.ordered(torch.cat(parts, 1))
     others = [1, 2, 5]
@@ -101,13 +101,13 @@ def test_only_canaries_get_other_gradients(raw: bool) -> None:
 def test_augmentations_do_not_change_the_codes() -> None:
     plain = job("data.augment=flip", "data.views=3")
     audited = with_canaries(
-        plain, directions_for(plain.space, 2, rng()), np.arange(len(plain.records.labels))
+        plain, directions_for(plain.space, 2, rng()), np.arange(len(plain.private.records.labels))
     )
-    assert isinstance(audited.view, Augmentations)
-    assert audited.view.count == 3
-    inputs, _ = audited.records.take(torch.arange(4))
+    assert isinstance(audited.private.augmentations, Augmentations)
+    assert audited.private.augmentations.count == 3
+    inputs, _ = audited.private.records.take(torch.arange(4))
     keys = torch.arange(4)
-    found = audited.view.augment(inputs, keys)
+    found = audited.private.augmentations.augment(inputs, keys)
     assert found.pop(CODE).tolist() == [0, 1, 2, 3]
     del inputs[CODE]
     assert plain.view is not None
