@@ -138,8 +138,8 @@ def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]
 def attack(settings: Config, seconds: float, as_json: bool) -> None:
     """Attack as a malicious server, and print how much deleting a unit changes a clipped sum.
 
-    The attack searches weights at which this change is larger than the clip norm C, for this number
-    of seconds. A unit is one record, or all records of one person.
+    For this number of seconds, the attack searches for weights at which the change is larger than
+    the clip norm C. A unit is one record, or all records of one person.
     """
     from dpfed.training.auditing.server_attack import attack_server
     from dpfed.training.job.job import prepare

@@ -213,9 +213,9 @@ def asked_for(
 
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
-    """Raise DpfedError if the user gave one of these options, because the command ignores them.
+    """Raise DpfedError if the user gave one of these options, because they have no effect here.
 
-    Otherwise the user would think that the printed epsilon takes this option into account.
+    Without the error, the user would think that the printed epsilon depends on the option.
 
     flags  value of each option by name; None for an option that is not given
     why    end of the message, after the option's name
