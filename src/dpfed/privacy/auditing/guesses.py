@@ -23,8 +23,8 @@ from dpfed.privacy.accounting.pld import privacy_profile
 from dpfed.privacy.accounting.tradeoff import undominated
 from dpfed.privacy.mechanism import Mechanism
 
-# Fractions of the canaries whose coins are guessed. Each fraction gives one test. The fractions are
-# constants, because fractions that depend on the observed scores would make the bound invalid.
+# The auditor guesses for these fractions of all canaries if they are in the data, in one test each.
+# The fractions are constants, because a choice based on scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2)
 # Largest epsilon that `epsilon_bound` tries. No audit has enough canaries to prove a larger bound.
 MAX_EPSILON = 64.0
@@ -44,7 +44,7 @@ Least = Callable[[float], float]
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Trade-off curve of all mechanisms that are (epsilon, delta)-DP for every pair listed here."""
+    """Trade-off curve of all mechanisms that are (epsilons[i], deltas[i])-DP for every i."""
 
     epsilons: Floats
     deltas: Floats
@@ -127,9 +127,10 @@ def counted_guesses(scores: Floats, coins: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -> bool:
-    """Return True if guesses by these scores refute the trade-off curve `least`.
+    """Return True if guesses by these scores are right more often than the curve `least` allows.
 
-    Each fraction in GUESSED_SHARES gives one test, and each test gets an equal part of `error`.
+    Each fraction in GUESSED_SHARES gives one test, and each test gets an equal part of `error`, the
+    probability of a wrong result.
     """
     counts = counted_guesses(scores, coins)
     return any(
@@ -141,8 +142,12 @@ def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -
 def epsilon_bound(scores: Floats, coins: np.ndarray, delta: float, confidence: float) -> float:
     """Return a lower bound on epsilon at this delta, without assumptions about the mechanism.
 
-    The bound is the largest epsilon that guesses by these scores refute. They refute every smaller
-    epsilon too, because (epsilon, delta)-DP implies (epsilon', delta)-DP for larger epsilon'.
+    scores  one number per canary; a high score suggests that the canary is in the data
+    coins   the truth: True for each canary that is in the data
+
+    Guesses by scores refute an epsilon if they are right more often than (epsilon, delta)-DP
+    allows. The bound is the largest refuted epsilon. All smaller epsilons are refuted too, because
+    (epsilon, delta)-DP implies (epsilon', delta)-DP for larger epsilon'.
     """
 
     def holds_above(epsilon: float) -> bool:
@@ -166,11 +171,13 @@ def ladder_bound(
 ) -> float:
     """Return a lower bound on the ratio of signal to noise, as a multiple of the claimed ratio.
 
+    The signal is the shift of a released gradient sum by one canary.
+
     curve_at  returns the trade-off curve for a ratio; a larger ratio means less privacy
 
-    The tested ratios form a ladder: 1.001 times the powers of a constant. The bound is the largest
-    of them whose curve the guesses refute, or 0 if they refute none. A bound above 1 refutes the
-    claim.
+    The tested ratios form a ladder: 1.001 times the powers of a constant. Guesses refute a ratio if
+    they are right more often than its curve allows. The bound is the largest refuted ratio, or 0 if
+    none is refuted. A bound above 1 disproves the claim.
     """
 
     def is_refuted(rung: int) -> bool:

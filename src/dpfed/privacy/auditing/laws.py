@@ -23,7 +23,7 @@ LAW_LEVEL = 1e-6
 
 @dataclass(frozen=True)
 class Law:
-    """Result of testing if batches or noise follow the law (distribution) of the accountant.
+    """Result of testing if batches or noise have the law (distribution) of the accountant.
 
     what   the tested values: "batches" or "noise"
     tests  the p-value of each test, by the name of the test

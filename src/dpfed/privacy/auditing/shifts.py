@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from scipy import optimize, special, stats
 
-# Largest ratio that `ratio_bound` returns. The claim is clearly false then, and larger ratios would
-# add nothing.
+# Largest ratio that `ratio_bound` returns. A ratio above 1 disproves the claim already, so larger
+# results than this would add nothing.
 MAX_RATIO = 8.0
 
 
@@ -51,7 +51,7 @@ def ratio_bound(measured: Shifts, confidence: float) -> float:
     The bound fails only if one of three events happens: the noise level is above its estimate, the
     noise in `measured.total` is above its quantile `noise_in_total`, or more canaries are in the
     batches than `drawn`. Each has a probability of at most (1 - confidence)/3. Otherwise
-    total <= shift · drawn + noise_in_total holds, where `shift` is the largest of one canary.
+    total <= shift · drawn + noise_in_total, where `shift` is the largest shift by one canary.
     """
     error = (1 - confidence) / 3
     least = float(stats.chi2.ppf(error, measured.noise_values))
