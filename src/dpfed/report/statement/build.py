@@ -75,7 +75,7 @@ class Accountant:
 
     name           the accountant of epsilon: "PLD" (privacy-loss distributions) or "RDP" (Renyi)
     check          the accountant of the check, "RDP"
-    check_epsilon  epsilon of the check, which must not be smaller; None if it is infinite
+    check_epsilon  epsilon of the check, which must not be below the first epsilon; None if infinite
     """
 
     name: str
@@ -348,7 +348,10 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def attack_of(planned: Planned) -> tuple[Attack, ...]:
-    """Return the highest success rates of attackers who see all that the server sees."""
+    """Return the highest success rates of attackers who see all that the server sees.
+
+    An attacker guesses if a record was used. There is one entry for each of FALSE_POSITIVE_RATES.
+    """
     return _tradeoff(planned)[1]
 
 

@@ -85,9 +85,9 @@ def page(statement: Statement) -> str:
 
 
 def attack_sentence(attack: Attack) -> str:
-    """Return a sentence: how often an attacker recognises a training record, at most.
+    """Return a sentence on an attacker who guesses if a record was used for training.
 
-    The attacker may wrongly accuse other records with the false-positive rate of `attack`.
+    It states the attacker's false-positive rate, and the highest true-positive rate at this rate.
     """
     accused = show_setting(100 * attack.false_positive_rate)
     return (
@@ -133,9 +133,9 @@ def _guarantee_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
 
 
 def attack_sentences(attack: tuple[Attack, ...]) -> str:
-    """Return one sentence on how often an attacker recognises a training record, at most.
+    """Return one sentence on an attacker who guesses if a record was used for training.
 
-    attack  the highest success at several false-positive rates, one entry for each
+    attack  the highest true-positive rate for each of several false-positive rates
     """
     first, *others = attack
     more = "".join(
