@@ -30,8 +30,8 @@ from dpfed.training.auditing.setting import (
 )
 from dpfed.training.job.job import Job
 
-# Number of lower bounds that `audit` computes, without and with `own_model`. Each bound gets an
-# equal part of the error probability 1 - confidence.
+# Number of lower bounds on epsilon that `audit` computes, without and with `own_model`. Each bound
+# gets an equal part of the error probability 1 - confidence.
 BOUNDS = 5
 BOUNDS_WITH_MODEL = 8
 
@@ -72,13 +72,13 @@ class Bounds:
         ]
 
     def of_measurement(self, seen: Seen, found: Measurement, coins: np.ndarray) -> list[Report]:
-        """Return three lower bounds: two from guesses, and one from measured shifts of the sums.
+        """Return three lower bounds on epsilon: two from guesses, and one from measured shifts.
 
-        Each canary that is in the data shifts the released sums of gradients along its direction.
+        A canary that is in the data shifts the released gradient sums along its direction.
         """
         ratio = ratio_bound(found.shifts, self.confidence)
-        # `ratio_bound` refers to the noise of the sum, and `_epsilon_at` to the noise in the plan.
-        # With quantile clipping the noise in the plan is smaller, because it covers a count too.
+        # `ratio_bound` refers to the noise multiplier of the sum, `_epsilon_at` to that in the
+        # plan. With quantile clipping the latter is smaller, because it covers sum and count.
         ratio /= self.setting.plan.clipping.sum_multiplier(1.0)
         shifts = self._report(seen, "Gaussian noise", self._epsilon_at(ratio), coins)
         return [*self.of_guesses(seen, found.scores, coins), shifts]
@@ -102,7 +102,11 @@ class Bounds:
 
 
 def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float) -> list[Report]:
-    """Audit the job's own per-record gradients: records of these clients are the canaries."""
+    """Audit the gradients of the job's own model, with records of these clients as canaries.
+
+    canaries    about this many canaries in all
+    confidence  probability that a single bound does not exceed the true epsilon
+    """
     setting = setting_of(job).only(clients)
     wanted = max(1, round(canaries / len(clients)))
     count = min(MOST_PER_CLIENT, wanted, int(setting.plan.sizes.min()))
@@ -120,7 +124,8 @@ def audit(
 
     canaries    about this many canaries in all
     confidence  probability that no lower bound exceeds the true epsilon
-    own_model   True to audit also records that are canaries and keep their own gradients
+    own_model   True to use a second kind of canaries too, which keep their own gradients; the
+                auditor chooses the gradients of all others
     """
     _require(job, canaries, confidence)
     whole = setting_of(job)
@@ -140,7 +145,7 @@ def audit(
 
 
 def _require(job: Job, canaries: int, confidence: float) -> None:
-    """Raise DpfedError if the job claims no privacy, or if an option is out of range."""
+    """Require that the job claims privacy and the options are in range; else raise DpfedError."""
     if not job.plan.private:
         raise DpfedError(
             "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"

@@ -66,9 +66,9 @@ def _columns(sums: Tensor, coordinates: np.ndarray) -> np.ndarray:
 
 
 def most_canaries(size: int) -> int:
-    """Return how many canaries with MOST_COORDINATES coordinates fit into `size` coordinates.
+    """Return how many canaries fit into a trainable vector of `size` numbers.
 
-    One free coordinate is left for each canary.
+    Each canary needs MOST_COORDINATES coordinates, and one free coordinate to measure noise.
     """
     return max(1, size // (MOST_COORDINATES + 1))
 
@@ -148,7 +148,7 @@ def canary_codes(
     """Return the value of the model input CODE for each record, which marks canaries.
 
     positions  `[clients, canaries]` the units of each client that are canaries
-    signs      `[clients, canaries]` -1 for a canary that gets the opposite gradient
+    signs      `[clients, canaries]` -1 for a canary that gets the opposite gradient, else 0 or 1
     records    number of all records
     """
     codes = np.zeros(records, dtype=np.int64)
@@ -176,7 +176,7 @@ def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
 
 
 def _without_code(view: Augmentations) -> Augmentations:
-    """Return these augmentations for records that have the input CODE, which stays as it is."""
+    """Return these augmentations without effect on the input CODE, which marks canaries."""
 
     def augment(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         others = {name: x for name, x in inputs.items() if name != CODE}

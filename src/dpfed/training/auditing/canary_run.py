@@ -42,13 +42,13 @@ from dpfed.training.round_loop import aggregate
 
 
 class Observations:
-    """Observations of an audit in all its training runs.
+    """All values that an audit observes while it trains the job once or several times.
 
     A client counts as a new client in each training run, with a higher number.
 
     setting    the audited clients; each is listed once for each training run
     coins      `[runs * clients, canaries]`, True for a canary that is in the data
-    gradients  measured canaries in the released gradients
+    gradients  scores and shifts of the canaries, measured in the released gradients
     messages   `[runs * clients, canaries]` score of each canary, from the messages to the server
     draws      drawn batches, and measured values that contain noise only
     """
@@ -76,7 +76,7 @@ class _Release:
 
 
 class Recorder:
-    """Records the batches and releases of one training run in `observations`.
+    """Records the drawn batches and released gradients of one training run in `observations`.
 
     directions  directions of the canaries' gradients
     first       number in `observations` of the first client of this training run
@@ -92,8 +92,8 @@ class Recorder:
         self._present = present
         rows = slice(first, first + len(present))
         self._signs = signs_of(observations.setting, observations.coins)[rows]
-        # The known part depends on which other records were drawn. With batches of a fixed size,
-        # this reveals if a canary was drawn, so a score that used it would make the bound invalid.
+        # The auditor knows which other records were drawn. With batches of a fixed size, this
+        # reveals if a canary was drawn. A score that used it would make the bound invalid.
         self._independent = observations.setting.plan.sampling == "poisson"
         self._drawn: list[list[np.ndarray]] = []
         self._releases: list[list[_Release]] = []
@@ -109,7 +109,7 @@ class Recorder:
     def drawn(self, row: int, client: int, fresh: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Record each drawn batch of a client, and yield it without canaries that are not present.
 
-        row    row of the client in this round
+        row    index of the client among the clients that are computed together
         fresh  the units of each drawn batch
         """
         for units in fresh:
@@ -134,7 +134,7 @@ class Recorder:
             self._releases.append([found])
 
     def finish(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
-        """Store all measurements of a finished round of these clients in the observations.
+        """Store all measurements of these clients when they have finished their round.
 
         result  the messages of the clients to the server
         """
@@ -159,9 +159,10 @@ class Recorder:
 
 
 class AuditedOracle(FleetOracle):
-    """An oracle that shows batches and sums without noise to a recorder, for audits only.
+    """An oracle for audits, which shows its batches and sums without noise to a recorder.
 
-    Never use it on a real client, because the recorder sees private values.
+    An oracle computes and releases noised gradients. Never use this one on a real client, because
+    the recorder sees private values.
     """
 
     def __init__(self, recorder: Recorder, codes: np.ndarray, *args: Any, **more: Any) -> None:

@@ -11,7 +11,7 @@ from dpfed.training.auditing.setting import AuditSetting
 
 # Most cells of the table `[clients, steps, units]` that stores which units each batch contains.
 MAX_LAW_CELLS = 4_000_000
-# Most batches of a client that are tested.
+# The tests use at most this many batches of each client.
 MOST_STEPS = 500
 
 

@@ -33,7 +33,7 @@ from dpfed.training.job.job import Job
 WEIGHT = "canary_weight"
 # Most canaries of one client. The auditor stores the gradient of each, which needs memory.
 MOST_PER_CLIENT = 16
-# Number of clients whose gradients are computed together.
+# Largest number of clients whose gradients are computed together.
 FLEET = 32
 
 

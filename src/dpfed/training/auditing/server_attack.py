@@ -1,4 +1,4 @@
-"""Attack isolation as a malicious server: search weights at which one unit changes too much.
+"""Attack isolation as a malicious server: search for weights at which one unit changes too much.
 
 Isolation means that deleting one unit (one record, or all records of one person) leaves the
 gradients of all other units as they are. The sum of clipped gradients then changes by at most the
@@ -27,9 +27,10 @@ from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.privacy.sampling import DrawnBatch
 from dpfed.training.job.job import Job
 
-# Most units of the attacked data set.
+# The attacked data set has at most this many units (a unit is one record, or a person's records).
 MAX_UNITS = 48
-# Rounding in float64 may add this relative amount to the largest allowed change C of a sum.
+# Exact isolation allows one unit to change a sum by the clip norm C. Rounding in float64 may add
+# this fraction of C.
 SLACK = 1e-6
 # Largest absolute entry of a theta that is tried. Far larger entries overflow, and every gradient
 # is then zero.
@@ -65,7 +66,8 @@ class ServerAttack:
 class AttackedOracle(FleetOracle):
     """An oracle for attacks, which shows its clipped sums before noise is added.
 
-    Never use it on a real client, because these sums are private.
+    An oracle computes and releases noised gradients. Never use this one on a real client, because
+    sums without noise are private.
     """
 
     def batch(self) -> DrawnBatch:
@@ -81,12 +83,13 @@ class AttackedOracle(FleetOracle):
 def attack_server(
     job: Job, seconds: float, oracle: type[AttackedOracle] = AttackedOracle
 ) -> ServerAttack:
-    """Search thetas for some seconds, and return how much deleting a unit changes the sum at most.
+    """Attack as a malicious server: search for weights at which one unit changes the sum most.
 
-    The search tries random thetas, and random changes of the best theta so far. The job's seed
-    decides all of them.
+    For each theta (trainable vector) it measures by how much deleting one unit changes the sum of
+    clipped gradients. It tries random thetas, and random changes of the best theta so far. The
+    job's seed decides all of them.
 
-    oracle  the oracle to attack; tests set a faulty class
+    oracle  class that computes the sums; tests give a faulty one
     """
     if not 0 < seconds < float("inf"):
         raise DpfedError(f"--seconds {seconds:g} is not allowed: give a number above 0")
@@ -121,9 +124,9 @@ def _candidate(start: Tensor, best: Tensor, generator: torch.Generator) -> Tenso
 
 
 class _Target:
-    """The target of the attack: two data sets, one of which lacks the first unit.
+    """The target of the attack: a data set, and the same data set without its first unit.
 
-    The other units have the same random draws in both data sets.
+    All other units have the same random draws in both data sets.
     """
 
     def __init__(self, job: Job, oracle: type[AttackedOracle]) -> None:
@@ -170,8 +173,8 @@ class _Target:
     def movement(self, theta: Tensor) -> float:
         """Return by how much deleting the first unit changes the clipped sum, in units of C."""
         whole = self._whole.batch()
-        # Every unit that is left keeps its keys (seeds of dropout) and its place in a pass. Other
-        # changes of the sum would not be the deleted unit's.
+        # The other units keep their keys (seeds of dropout) and their places in a pass. With new
+        # ones, the sum would change for reasons other than the deleted unit.
         less = replace(
             whole,
             row=whole.row[self._gone :] - self._gone,
