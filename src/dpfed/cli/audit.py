@@ -63,7 +63,7 @@ def audit(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Try to disprove the claimed epsilon: lower bounds from canaries beside the claim.
+    """Try to disprove the claimed epsilon: compare it with lower bounds from canaries.
 
     Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
