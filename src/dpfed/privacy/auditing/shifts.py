@@ -48,10 +48,12 @@ class Shifts:
 def ratio_bound(measured: Shifts, confidence: float) -> float:
     """Return a lower bound on the ratio of shift to noise, in units of the claimed ratio.
 
+    The shift is the largest change of a released gradient sum by one canary.
+
     The bound fails only if one of three events happens: the noise level is above its estimate, the
     noise in `measured.total` is above its quantile `noise_in_total`, or more canaries are in the
     batches than `drawn`. Each has a probability of at most (1 - confidence)/3. Otherwise
-    total <= shift · drawn + noise_in_total, where `shift` is the largest shift by one canary.
+    total <= shift · drawn + noise_in_total.
     """
     error = (1 - confidence) / 3
     least = float(stats.chi2.ppf(error, measured.noise_values))
@@ -66,13 +68,13 @@ def ratio_bound(measured: Shifts, confidence: float) -> float:
 
 
 def most_drawn(chances: int, rate: float, error: float) -> float:
-    """Return an upper bound on how often canaries are drawn into batches, valid up to `error`.
+    """Return an upper bound on how often canaries are drawn into batches (Chernoff's bound).
 
-    This is Chernoff's bound. It holds for independent draws with mean probability `rate`, and for
-    draws without replacement (Hoeffding 1963).
+    It holds for independent draws with mean probability `rate`, and for draws without replacement
+    (Hoeffding 1963).
 
-    chances  number of draws that decide if a canary is in a batch
-    error    probability that the bound is exceeded, at most
+    chances  number of draws, each of which decides if one canary is in a batch
+    error    largest allowed probability that the bound is exceeded
     """
     if rate >= 1:
         return float(chances)

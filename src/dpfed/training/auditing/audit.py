@@ -118,7 +118,7 @@ def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float)
 def audit(
     job: Job, canaries: int = 4000, confidence: float = 0.95, own_model: bool = False
 ) -> Audit:
-    """Train a job with canaries, and return lower bounds on epsilon and tests of its draws.
+    """Train a job with canaries; return lower bounds on epsilon, and tests of batches and noise.
 
     If training all clients would take too many steps, only some clients are audited.
 

@@ -38,7 +38,10 @@ FLEET = 32
 
 
 class WeightedModel:
-    """The job's model, with each record's gradient multiplied by a weight of the record."""
+    """The job's model, with each record's gradient multiplied by a weight of the record.
+
+    The weight is 1 for a canary in the data, 0 for no gradient, and -1 for the opposite gradient.
+    """
 
     def __init__(self, model: PerSample) -> None:
         self._model = model
