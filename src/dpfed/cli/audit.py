@@ -1,4 +1,7 @@
-"""`dpfed audit`: try to disprove the claimed epsilon with canaries."""
+"""`dpfed audit`: try to disprove a claimed epsilon with canaries.
+
+A canary is a record for which a fair coin decides if it is in the data.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def audit(
     debug: Debug = False,
     as_json: AsJson = False,
 ) -> None:
-    """Try to disprove the claimed epsilon: lower bounds from canaries beside the claim.
+    """Try to disprove the claimed epsilon: compare it with lower bounds from canaries.
 
     Exit code 4 if it is disproved. Example: dpfed audit --canaries 2000 --confidence 0.99
     """
@@ -83,7 +86,13 @@ def audit(
 
 
 def table(found: Audit, confidence: float, reasons: list[str]) -> list[str]:
-    """Return the lines of the report: the bounds, the tested distributions, and the conclusion."""
+    """Return the audit's results as lines of a table, with a conclusion at the end.
+
+    It has the lower bounds on epsilon beside the claim, and the tests of batches and noise.
+
+    confidence  probability that no lower bound exceeds the true epsilon
+    reasons     sentences that say which results disprove the claim; empty if none does
+    """
     first = found.reports[0]
     lines = [
         f"epsilon at delta {show_delta(first.delta)}, worst client; "
@@ -109,7 +118,11 @@ def table(found: Audit, confidence: float, reasons: list[str]) -> list[str]:
 
 
 def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]:
-    """Return the report as an object for JSON."""
+    """Return the audit's results as plain values for JSON.
+
+    confidence  probability that no lower bound exceeds the true epsilon
+    reasons     sentences that say which results disprove the claim; empty if none does
+    """
     return {
         "disproved": bool(reasons),
         "reasons": reasons,
@@ -123,7 +136,11 @@ def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]
 
 
 def attack(settings: Config, seconds: float, as_json: bool) -> None:
-    """Search as a malicious server would, and print the largest movement of a clipped sum."""
+    """Attack as a malicious server, and print how much deleting a unit changes a clipped sum.
+
+    For this number of seconds, the attack searches for weights at which the change is larger than
+    the clip norm C. A unit is one record, or all records of one person.
+    """
     from dpfed.training.auditing.server_attack import attack_server
     from dpfed.training.job.job import prepare
 

@@ -1,4 +1,7 @@
-"""`dpfed privacy`: compute the privacy loss of a plan or of a run, for each view."""
+"""`dpfed privacy`: compute the epsilon of a planned run, or of a run so far.
+
+Each view has its own epsilon. A view is an observer of training, such as the server.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ NUMBERS = (
     "clients",
     "max_rounds",
 )
-# Options that neither a statement nor a sum of ledgers has.
+# Options that cannot be used with --statement or --ledgers, whose output has no such parts.
 UNSTATED = ("colluding", "tuning_runs", "meaning", "plot", "curve", "asymptotic")
 REQUIRED = ("records", "batch", "rounds", "local_steps")
 DEFAULTS = {
@@ -50,7 +53,8 @@ VIEWS = (
     "server_min",
     "server_median",
 )
-# For each number that is shown only if it exists: its text, and its number of decimals.
+# Numbers that are printed only if an option asks for them: the text before each number, and its
+# number of decimals.
 EXTRAS = {
     "membership_advantage": (
         "largest advantage (true minus false positive rate) "
@@ -167,7 +171,10 @@ def privacy(
 
 
 def only(targets: list[str] | None) -> str | None:
-    """Return the one target, or None if none is given."""
+    """Return the only target (a configuration, a preset or a folder), or None without a target.
+
+    Raise DpfedError if several are given.
+    """
     if targets and len(targets) > 1:
         raise DpfedError(
             f"{targets[1]} is one target too many: give one, or --ledgers to add several up"
@@ -178,9 +185,14 @@ def only(targets: list[str] | None) -> str | None:
 def asked_for(
     target: str | None, overrides: list[str], numbers: dict[str, Any], colluding: int
 ) -> tuple[Planned, RecordedSpending | None, int | None]:
-    """Return the plan, the spending and the number of clients that the arguments describe.
+    """Return the plan, the recorded spending and the number of clients that the user asks for.
 
-    The spending is None unless `target` is a run. The number of clients is None if unknown.
+    The spending is the privacy that a run has used up; it is None unless `target` is a run's
+    folder. The number of clients is None if unknown.
+
+    numbers    options that describe a plan, by name; None for an option that is not given
+    colluding  clients that collude against another one, for the epsilon of a third party who sees
+               only the global models
     """
     from dpfed.registry import registry
     from dpfed.training.budget.recorded_spending import is_run, read_recorded_spending
@@ -201,9 +213,12 @@ def asked_for(
 
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
-    """Raise DpfedError for a given option that has no effect here.
+    """Raise DpfedError if the user gave one of these options, because they have no effect here.
 
-    Without this check, the user would take the printed epsilon for the epsilon of another plan.
+    Without the error, the user would think that the printed epsilon depends on the option.
+
+    flags  value of each option by name; None for an option that is not given
+    why    end of the message, after the option's name
     """
     for name, value in flags.items():
         if value is not None:
@@ -211,7 +226,10 @@ def refuse_given(flags: dict[str, Any], why: str) -> None:
 
 
 def from_flags(numbers: dict[str, Any], colluding: int) -> Planned:
-    """Return the plan that the options describe, after the checks of a configuration."""
+    """Return the plan that the command-line options describe, such as --records and --sigma.
+
+    The options are checked like the keys of a configuration.
+    """
     from dpfed.errors import DpfedError
     from dpfed.privacy.accounting.planner import PlanNumbers
     from dpfed.registry import releases_of
@@ -249,9 +267,10 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
 
 
 def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool) -> dict[str, Any]:
-    """Return epsilons, noise and guarantee for JSON.
+    """Return the figures to show by name: epsilons, noise multiplier, delta and guarantee.
 
-    public  True to leave out the epsilons of single clients
+    spending  privacy that a run has used up; None if there is only a plan
+    public    True to leave out the epsilons of single clients
     """
     import numpy as np
 
@@ -302,7 +321,11 @@ def extras_of(
 def table(
     planned: Planned, spending: RecordedSpending | None, figures: dict[str, Any], public: bool
 ) -> list[str]:
-    """Return lines with the epsilon of each view, the guarantee and its conditions."""
+    """Return lines that show the epsilon of each observer, the guarantee and its conditions.
+
+    figures  numbers by name, as `figures_of` returns them
+    public   True to leave out the epsilons of single clients
+    """
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC
 
     shown = {key: show_loss(figures[key], 4) for key in VIEWS if key in figures}
@@ -333,7 +356,10 @@ def table(
 
 
 def notes(planned: Planned, spending: RecordedSpending | None, public: bool) -> list[str]:
-    """Return sentences that state under which conditions the epsilons are valid."""
+    """Return notes for the user: sentences on when the printed epsilons are valid.
+
+    public  True if the output has no epsilon of a single client
+    """
     lines = []
     void = spending.void if spending is not None else planned.third_party_void
     if void:

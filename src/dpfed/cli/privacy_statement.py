@@ -1,4 +1,7 @@
-"""`dpfed privacy` of recorded spending: statements, curves, and ledgers of one site."""
+"""Parts of `dpfed privacy`: a run's privacy statement, plots, and sums of several ledgers.
+
+A ledger is the file in which a run or a client records each use of its privacy budget.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_published(targets: list[str], statement: bool, ledgers: bool, as_json: bool) -> None:
-    """Show a run's statement, or the sum of several ledgers."""
+    """Print a run's privacy statement (--statement), or the sum of several ledgers (--ledgers)."""
     if statement and ledgers:
         raise DpfedError("give one of --statement and --ledgers, not both")
     if not targets:
@@ -31,7 +34,10 @@ def show_published(targets: list[str], statement: bool, ledgers: bool, as_json: 
 
 
 def show_statement(folder: Path, as_json: bool) -> None:
-    """Print a run's statement as one page; write its JSON and a registry draft to the folder."""
+    """Print a run's privacy statement as one page, and write it as JSON to the run's folder.
+
+    Also write a draft for the public registry of DP deployments, if the run has privacy.
+    """
     from dpfed.report.statement.build import statement_of_run, write_json, write_statement
     from dpfed.report.statement.registry import registry_entry
     from dpfed.report.statement.text import page
@@ -48,7 +54,7 @@ def show_statement(folder: Path, as_json: bool) -> None:
 
 
 def show_ledgers(folders: list[Path], as_json: bool) -> None:
-    """Print what one record has spent over all these ledgers."""
+    """Print the epsilon of one record over all runs that the ledgers in these folders record."""
     from dpfed.training.budget.site_spending import read_site_spending
 
     spending = read_site_spending(folders)
@@ -56,7 +62,10 @@ def show_ledgers(folders: list[Path], as_json: bool) -> None:
 
 
 def ledger_lines(spending: SiteSpending) -> list[str]:
-    """Return warnings first, then a line for each ledger, then the sum."""
+    """Return lines on ledgers: warnings, the epsilon of each ledger, and epsilon over all ledgers.
+
+    spending  the spending of one record over all ledgers
+    """
     from dpfed.training.budget.site_spending import NOT_STATED
 
     lines = [warning for ledger in spending.ledgers for warning in warnings_of(ledger)]
@@ -110,7 +119,10 @@ def ledger_figures(spending: SiteSpending) -> dict[str, Any]:
 
 
 def own_ledger_of(target: str | None) -> OwnSpending | None:
-    """Return the spending of the client whose state folder `target` is; None for all else."""
+    """Return the privacy that a real client has spent, from its own ledger.
+
+    target  the client's state folder or ledger; the result is None for anything else
+    """
     from dpfed.training.budget.recorded_spending import own_ledger, own_spending
 
     path = None if target is None else own_ledger(Path(target))
@@ -118,7 +130,7 @@ def own_ledger_of(target: str | None) -> OwnSpending | None:
 
 
 def show_own(account: OwnSpending, as_json: bool) -> None:
-    """Print the spending of a real client over all its runs, as its own ledger states it."""
+    """Print the epsilon of a real client over all its runs, as computed from its own ledger."""
     lines = [
         f"{account.client} has spent epsilon {show_loss(account.epsilon, 4)} "
         f"at delta {show_delta(account.delta)}, "
@@ -133,7 +145,13 @@ def show_own(account: OwnSpending, as_json: bool) -> None:
 
 
 def drawn(planned: Planned, realised: Planned, plot: Path | None, curve: Path | None) -> list[str]:
-    """Write the plots that are asked for, and return a line about each."""
+    """Draw plots as files, and return lines to print about them.
+
+    planned   the plan, whose epsilon over rounds is drawn
+    realised  the plan with all rounds that the run was charged for, whose trade-off curve is drawn
+    plot      file for the epsilon over rounds; None for no such plot
+    curve     file for the trade-off curve; None for no such plot
+    """
     lines = []
     if plot is not None:
         from dpfed.report.figures.plots import epsilon_over_rounds

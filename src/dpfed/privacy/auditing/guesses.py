@@ -1,8 +1,9 @@
-"""Lower bounds on epsilon from guesses: f-DP auditing in one run.
+"""Lower bounds on epsilon from guesses about canaries: f-DP auditing in one run.
 
-Fair coins decide which canaries are in the data. The auditor guesses some of the coins from what
-the mechanism releases. More correct guesses than a trade-off curve allows refute this curve. The
-bounds assume nothing about noise, clipping, sampling or the independence of the canaries.
+A canary is a record for which a fair coin decides if it is in the data. The auditor guesses some of
+these coins from the values that the mechanism releases. A trade-off curve limits how many guesses
+can be right. More right guesses refute the curve. The bounds assume nothing about noise, clipping,
+sampling or the independence of the canaries.
 
 The test is that of Mahloujifar, Melis and Chaudhuri ("Auditing f-Differential Privacy in One Run",
 ICML 2025). docs/audit-bounds.md derives it.
@@ -22,17 +23,17 @@ from dpfed.privacy.accounting.pld import privacy_profile
 from dpfed.privacy.accounting.tradeoff import undominated
 from dpfed.privacy.mechanism import Mechanism
 
-# Shares of the canaries for which the audit guesses the result of the coin. The shares are
-# constants, because shares that depend on the scores would make the bound invalid.
+# The auditor guesses for these fractions of all canaries if they are in the data, in one test each.
+# The fractions are constants, because a choice based on scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2)
-# Largest lower bound that the search tries. No audit of a feasible size can prove a larger bound.
+# Largest epsilon that `epsilon_bound` tries. No audit has enough canaries to prove a larger bound.
 MAX_EPSILON = 64.0
-# Number of evenly spaced epsilons of a curve. Equally many are spaced logarithmically. Both end
-# where delta is about _CUTOFF.
+# A trade-off curve has this many evenly spaced epsilons, and equally many that are logarithmically
+# spaced. The largest epsilon is the one whose delta is about _CUTOFF.
 _NODES = 100
 _CUTOFF = 1e-7
-# `ladder_bound` tests a series of ratios, called rungs: this many below the claimed ratio, above
-# it, and in each doubling of the ratio.
+# `ladder_bound` tests a series of ratios of signal to noise, called rungs. These are the numbers of
+# rungs below the claimed ratio, above it, and in each doubling of the ratio.
 _RUNGS_BELOW = 80
 _RUNGS_ABOVE = 16
 _RUNGS_PER_DOUBLING = 16
@@ -43,16 +44,17 @@ Least = Callable[[float], float]
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A trade-off curve, given by pairs (epsilon, delta); a mechanism must satisfy all of them."""
+    """Trade-off curve of all mechanisms that are (epsilons[i], deltas[i])-DP for every i."""
 
     epsilons: Floats
     deltas: Floats
 
     def least(self, probability: float) -> float:
-        """Return the least probability of an event in a neighbour of this data set.
+        """Return the least probability that an event can have in a neighbouring data set.
 
-        P <= e^epsilon Q + delta implies Q >= (P - delta) e^-epsilon. For the complement of the
-        event, it implies Q >= 1 - delta - e^epsilon (1 - P).
+        Let P be the event's `probability` in this data set, and Q in the neighbouring one. Then
+        P <= e^epsilon Q + delta, and therefore Q >= (P - delta) e^-epsilon. For the complement of
+        the event, it implies Q >= 1 - delta - e^epsilon (1 - P).
         """
         direct = (probability - self.deltas) * np.exp(-self.epsilons)
         exchanged = 1 - self.deltas - np.exp(self.epsilons) * (1 - probability)
@@ -60,12 +62,16 @@ class Curve:
 
 
 def approximate(epsilon: float, delta: float) -> Curve:
-    """Return the curve of all (epsilon, delta)-DP mechanisms."""
+    """Return the trade-off curve of approximate DP: that of all (epsilon, delta)-DP mechanisms."""
     return Curve(np.array([epsilon]), np.array([delta]))
 
 
 def accounted(histories: Sequence[History]) -> Least:
-    """Return `Curve.least` of a mechanism with any of these histories."""
+    """Return the trade-off curve that the accountant computes for a client's history.
+
+    histories  possible histories, each with pairs (mechanism, number of local steps); the curve is
+               valid whichever of them is the client's
+    """
     curves = [_curve_of(history) for history in undominated(histories)]
     return lambda probability: min(curve.least(probability) for curve in curves)
 
@@ -76,15 +82,16 @@ def _curve_of(history: History) -> Curve:
 
 
 def refuted(canaries: int, guesses: int, correct: int, least: Least, error: float) -> bool:
-    """Return True if `correct` of `guesses` guesses refute the curve, up to this error probability.
+    """Return True if `correct` right guesses of `guesses` refute the trade-off curve `least`.
 
-    Suppose that P[at least `correct` guesses are right] is `error` or more. Let p_j be the
-    probability of j right guesses, of r guesses on m canaries. The curve demands for every k:
+    A curve is refuted if so many right guesses have a probability below `error` under it. To test
+    this, suppose that the probability is `error` or more. Let p_j be the probability that j of the
+    r guesses on m canaries are right. The curve then demands for every k:
 
         sum_{j >= k-1} (r - j) p_j / m  >=  least( sum_{j >= k} j p_j / m )
 
-    The smallest p_j that satisfy it follow from k = `correct` downwards. If their sum exceeds one,
-    the supposition is false, so fewer than `error` of all runs have so many right guesses.
+    The code computes the smallest p_j that satisfy all these inequalities, from j = `correct`
+    downwards. If these p_j add up to more than one, the supposition is false.
     """
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(f"{correct} correct of {guesses} guesses on {canaries} canaries cannot be")
@@ -102,9 +109,9 @@ def refuted(canaries: int, guesses: int, correct: int, least: Least, error: floa
 
 
 def counted_guesses(scores: Floats, coins: np.ndarray) -> list[tuple[int, int]]:
-    """Return (guesses, correct guesses) for each of GUESSED_SHARES.
+    """Guess from scores, and return (guesses, correct guesses) for each fraction in GUESSED_SHARES.
 
-    scores  one number per canary; a high score speaks for "in the data"
+    scores  one number per canary; a high score suggests that the canary is in the data
     coins   the truth: True for each canary that is in the data
 
     The guess is "in" for the canaries with the highest scores, and "out" for equally many canaries
@@ -120,9 +127,10 @@ def counted_guesses(scores: Floats, coins: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -> bool:
-    """Return True if the guesses refute the curve for any of GUESSED_SHARES.
+    """Return True if guesses by these scores are right more often than the curve `least` allows.
 
-    The tests share the error probability equally.
+    Each fraction in GUESSED_SHARES gives one test, and each test gets an equal part of `error`, the
+    probability of a wrong result.
     """
     counts = counted_guesses(scores, coins)
     return any(
@@ -132,10 +140,14 @@ def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -
 
 
 def epsilon_bound(scores: Floats, coins: np.ndarray, delta: float, confidence: float) -> float:
-    """Return a lower bound on epsilon at this delta; it is valid for any mechanism.
+    """Return a lower bound on epsilon at this delta, without assumptions about the mechanism.
 
-    All smaller epsilons are refuted too, because (epsilon, delta)-DP implies (epsilon', delta)-DP
-    for every larger epsilon'.
+    scores  one number per canary; a high score suggests that the canary is in the data
+    coins   the truth: True for each canary that is in the data
+
+    Guesses by scores refute an epsilon if they are right more often than (epsilon, delta)-DP
+    allows. The bound is the largest refuted epsilon. All smaller epsilons are refuted too, because
+    (epsilon, delta)-DP implies (epsilon', delta)-DP for larger epsilon'.
     """
 
     def holds_above(epsilon: float) -> bool:
@@ -159,10 +171,13 @@ def ladder_bound(
 ) -> float:
     """Return a lower bound on the ratio of signal to noise, as a multiple of the claimed ratio.
 
-    curve_at  function: ratio -> trade-off curve; a larger ratio means less privacy
+    The signal is the shift of a released gradient sum by one canary.
 
-    The bound is the largest tested ratio whose curve the guesses refute, or 0 if they refute none.
-    The tested ratios are 1.001 times powers of a constant. A result above 1 refutes the claim.
+    curve_at  returns the trade-off curve for a ratio; a larger ratio means less privacy
+
+    The tested ratios form a ladder: 1.001 times the powers of a constant. Guesses refute a ratio if
+    they are right more often than its curve allows. The bound is the largest refuted ratio, or 0 if
+    none is refuted. A bound above 1 disproves the claim.
     """
 
     def is_refuted(rung: int) -> bool:
@@ -183,14 +198,17 @@ def _ratio(rung: int) -> float:
 
 
 def log_ratio(shift: Floats, mechanism: Mechanism, size: Floats | float = 1.0) -> Floats:
-    """Return the score of each batch: the log-likelihood ratio of "canary in" to "canary out".
+    """Return a canary's score for each batch: the log-likelihood ratio of "in" to "out".
 
-    The likelihoods assume that the mechanism works as claimed. The lower bounds are valid for any
-    score. This score separates "in" from "out" nearly as well as possible.
+    "In" means that the canary is in the training data. The likelihoods assume that the mechanism
+    works as claimed. Lower bounds from scores are valid for any score, and this one separates "in"
+    from "out" nearly as well as possible.
 
-    shift  <released sum, canary direction>/C of each batch, averaged over its releases. The value
-           is about `size` if the batch has the canary, and about 0 if not. With replace-one
-           adjacency, it is about -`size` if the batch has the record that replaces the canary.
+    shift  component of the released sum along the canary's gradient, divided by the clip norm C,
+           and averaged over the batch's releases. It is about `size` if the batch has the canary,
+           and about 0 if not. With replace-one adjacency, it is about -`size` if the batch has the
+           record that replaces the canary.
+    size   shift that the canary causes if it is in the batch, at most 1
     """
     precision = mechanism.releases / mechanism.noise_multiplier**2
     with np.errstate(divide="ignore"):

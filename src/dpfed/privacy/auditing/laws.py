@@ -1,6 +1,7 @@
 """Statistical tests that batches and noise have the distributions that the accountant assumes.
 
-The tests find faults that no lower bound on epsilon finds, such as batches from shuffled data.
+The tests find faults that no lower bound on epsilon finds. One such fault is to cut batches out of
+shuffled data where the accountant assumes independent draws.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from scipy import stats
 from dpfed.privacy.mechanism import Mechanism
 from dpfed.privacy.sampling import fixed_size
 
-# Batches or noise are reported as wrong below this p-value. It is very small, because false alarms
-# cost trust and real faults give far smaller p-values.
+# Below this p-value, an audit reports the batches or the noise as wrong. It is very small, because
+# false alarms cost trust, and real faults give far smaller p-values.
 LAW_LEVEL = 1e-6
 
 
 @dataclass(frozen=True)
 class Law:
-    """Result of testing if batches or noise have the distribution that the accountant assumes.
+    """Result of testing if batches or noise have the law (distribution) of the accountant.
 
     what   the tested values: "batches" or "noise"
     tests  the p-value of each test, by the name of the test
@@ -50,11 +51,12 @@ class Law:
 def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
     """Test if drawn batches have the distribution of the mechanism's sampling; return the p-values.
 
-    included  `[clients, steps, units]` True if the unit was in the client's batch at this step
+    included  `[clients, steps, units]` True if the unit (protected record) was in the client's
+              batch at this step
 
     Four properties are tested: the batch sizes, how often each unit was drawn, the overlap of
-    consecutive batches, and the overlap of two clients' batches. Batches from shuffled data contain
-    every unit equally often, so the test of how often each unit was drawn finds them.
+    consecutive batches, and the overlap of two clients' batches. Batches cut out of shuffled data
+    contain every unit equally often, and the second test finds this.
     """
     clients, steps, units = included.shape
     sizes = included.sum(2).reshape(-1).astype(float)
@@ -78,8 +80,8 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The overlap is hypergeometric. The test uses the binomial distribution with equal mean.
-        # The binomial variance is larger, so the test gives no additional false alarms.
+        # The number of units in both of two batches is hypergeometric. The binomial distribution
+        # with the same mean has a larger variance, so using it gives no additional false alarms.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(
@@ -98,7 +100,8 @@ def noise_law(noise: np.ndarray) -> Law:
 
     The noise of different steps and of different clients must be independent.
 
-    noise  `[clients, steps, P]` noise divided by the standard deviation that is claimed for it
+    noise  `[clients, steps, P]` P numbers of noise for each client and step, divided by the
+           standard deviation that is claimed for them
     """
     values = noise.reshape(-1).astype(float)
     tests = {"mean": _normal(values), "variance": _spread(values, 0.0, 1.0, len(values))}
@@ -110,22 +113,25 @@ def noise_law(noise: np.ndarray) -> Law:
 
 
 def _neighbours(values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the elements at positions 0, 2, ... and at 1, 3, ... of this axis."""
+    """Pair neighbours along an axis: return its elements 0, 2, 4, ... and its elements 1, 3, 5, ...
+
+    An element without a neighbour, at the end of the axis, is left out.
+    """
     pairs = np.arange(values.shape[axis] // 2)
     return np.take(values, 2 * pairs, axis=axis), np.take(values, 2 * pairs + 1, axis=axis)
 
 
 def _binomial(total: float, trials: int, chance: float) -> float:
-    """Return the two-sided p-value of `total` successes; each trial succeeds with `chance`."""
+    """Return the two-sided p-value of `total` successes in trials with success rate `chance`."""
     below = stats.binom.cdf(total, trials, chance)
     above = stats.binom.sf(total - 1, trials, chance)
     return min(1.0, 2 * float(min(below, above)))
 
 
 def _normal(values: np.ndarray) -> float:
-    """Return the two-sided p-value for the hypothesis of mean 0, given independent values.
+    """Return the two-sided p-value of the hypothesis that the mean is 0, by a normal approximation.
 
-    The values have variance 1 under the hypothesis.
+    The hypothesis says that the values are independent, with mean 0 and variance 1.
     """
     if len(values) == 0:
         return 1.0
@@ -135,12 +141,13 @@ def _normal(values: np.ndarray) -> float:
 def _spread(
     values: np.ndarray, mean: float, variance: float, freedom: float, excess: float = 0.0
 ) -> float:
-    """Return the two-sided p-value for the hypothesis that the values have this variance.
+    """Return the two-sided p-value of the hypothesis that the values have this spread (variance).
 
-    The test statistic is the sum of squared deviations from `mean`, which is known. It is compared
+    The test statistic is the sum of squared deviations from the known mean. The test compares it
     with a chi-squared distribution, scaled so that its variance fits the kurtosis of the values.
 
-    freedom  degrees of freedom
+    mean     expected value under the hypothesis
+    freedom  degrees of freedom of the chi-squared distribution
     excess   excess kurtosis of the values, 0 for normal values
     """
     squares = float(np.square(values - mean).sum())
@@ -153,6 +160,6 @@ def _spread(
 
 
 def _excess(trials: int, rate: float) -> float:
-    """Return the excess kurtosis of the binomial distribution; 0 for a rate of 0 or 1."""
+    """Return the excess kurtosis of the binomial distribution; 0 if the success rate is 0 or 1."""
     spread = rate * (1 - rate)
     return (1 - 6 * spread) / (trials * spread) if spread > 0 else 0.0

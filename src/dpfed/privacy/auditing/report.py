@@ -1,4 +1,4 @@
-"""Results of an audit, and the sentences that say what they disprove."""
+"""Results of an audit: lower bounds on epsilon, and sentences on claims that they disprove."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ Seen = Literal["oracle", "server", "model"]
 
 @dataclass(frozen=True)
 class Report:
-    """A lower bound on epsilon from one run with canaries.
+    """A lower bound on epsilon that an audit found, beside the claimed epsilon.
 
-    seen        values that the audit used: "oracle" for the oracle's releases, "server" for the
-                messages that the server receives, "model" for releases of the job's own model
+    seen        values that the auditor used: "oracle" for noised gradients of canaries that it
+                designed, "server" for messages to the server, "model" for noised gradients of
+                records that are canaries and keep their own gradients
     assumes     the assumption that turns the observations into an epsilon
                 (docs/audits.md)
     lower       lower bound on epsilon
     claimed     the claimed epsilon that is tested: the largest over all clients
     delta       delta for which `lower` and `claimed` hold
     confidence  probability that `lower` does not exceed the true epsilon
-    canaries    number of canaries
-    clients     number of clients
-    runs        number of training runs
-    steps       local steps of each client in a run
+    canaries    number of canaries of all clients and all training runs together
+    clients     number of audited clients
+    runs        number of times that the audit trained the job
+    steps       local steps of each client in a training run
     """
 
     seen: Seen
@@ -52,7 +53,10 @@ class Report:
 
 
 def disproofs(reports: Sequence[Report], laws: Sequence[Law]) -> Iterator[str]:
-    """Yield one sentence for each bound and each test whose result contradicts the claim."""
+    """Yield a sentence for each lower bound and each tested law that disproves the claim.
+
+    A law is the distribution of batches or noise that the accountant assumes.
+    """
     for report in reports:
         if report.disproved:
             yield (

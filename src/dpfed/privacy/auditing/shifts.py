@@ -1,11 +1,13 @@
-"""Lower bound on the ratio of signal to noise, from the shifts that gradient canaries cause.
+"""Lower bound on the ratio of signal to noise, from the shifts of released sums by canaries.
 
-The auditor knows the direction of each canary's gradient, and measures every released sum along it.
-A canary shifts the sum by at most C if clipping works. The bound uses the sizes of all measured
-values, without a threshold. It assumes that the noise is Gaussian and independent, and that batches
-are drawn as accounted. The size of the noise is measured, in directions that no canary has.
+A canary is a record for which a fair coin decides if it is in the data. The auditor knows the
+direction of each canary's gradient, and measures every released sum of gradients along it. If
+clipping works, a canary shifts the sum by at most the clip norm C. The bound uses all measured
+values directly, not only guesses about them. It assumes that the noise is Gaussian and independent,
+and that batches are drawn as the accountant assumes. The noise level is not assumed, but measured
+in directions that no canary has.
 
-docs/audit-bounds.md derives it.
+docs/audit-bounds.md derives the bound.
 """
 
 from __future__ import annotations
@@ -15,21 +17,24 @@ from dataclasses import dataclass
 
 from scipy import optimize, special, stats
 
-# Largest ratio that is reported; the epsilon of a larger ratio says nothing more.
+# Largest ratio that `ratio_bound` returns. A ratio above 1 disproves the claim already, so larger
+# results than this would add nothing.
 MAX_RATIO = 8.0
 
 
 @dataclass(frozen=True)
 class Shifts:
-    """The signal of all canaries together in the released sums, in units of C.
+    """Shifts of the released sums by all canaries together, in units of the clip norm C.
 
-    total           sum of all measured shifts; an absent canary counts only with replace-one
-                    adjacency, where it is the opposite canary
-    noise_variance  variance of the noise in `total`, if the noise is as accounted
-    chances         how often canaries could be drawn: one for each step and counted canary
-    rate            mean probability of drawing one, over all chances
-    noise_values    number of measured values of pure noise
-    noise_squares   sum of their squares; 1 is the variance that is accounted for a value
+    total           sum of all measured shifts; a canary that is not in the data counts only with
+                    replace-one adjacency, where the canary with the opposite gradient replaces it
+    noise_variance  variance of the noise in `total`, if the noise is as the accountant assumes
+    chances         number of draws that decide if a counted canary is in a batch: one for each
+                    canary and step
+    rate            mean probability of being in the batch, over all these draws
+    noise_values    number of measured values that contain noise only
+    noise_squares   sum of the squares of these values, which are scaled so that the accountant
+                    assumes variance 1
     """
 
     total: float
@@ -43,9 +48,12 @@ class Shifts:
 def ratio_bound(measured: Shifts, confidence: float) -> float:
     """Return a lower bound on the ratio of shift to noise, in units of the claimed ratio.
 
-    Each of three events has a probability of at most (1 - confidence)/3: the noise is larger than
-    estimated, the noise in `total` is larger than z of its standard deviations, or the batches
-    contain more canaries than `most_drawn`. Otherwise total <= shift · drawn + z · noise holds.
+    The shift is the largest change of a released gradient sum by one canary.
+
+    The bound fails only if one of three events happens: the noise level is above its estimate, the
+    noise in `measured.total` is above its quantile `noise_in_total`, or more canaries are in the
+    batches than `drawn`. Each has a probability of at most (1 - confidence)/3. Otherwise
+    total <= shift · drawn + noise_in_total.
     """
     error = (1 - confidence) / 3
     least = float(stats.chi2.ppf(error, measured.noise_values))
@@ -55,15 +63,18 @@ def ratio_bound(measured: Shifts, confidence: float) -> float:
     shift = (measured.total - noise_in_total) / drawn
     if shift <= 0:
         return 0.0
-    # Compare before the division, because a broken build may have no noise.
+    # Compare before dividing: the noise is 0 in a broken build that adds none.
     return MAX_RATIO if shift >= MAX_RATIO * noise else shift / noise
 
 
 def most_drawn(chances: int, rate: float, error: float) -> float:
-    """Return a number that the canaries in all batches exceed with at most probability `error`.
+    """Return an upper bound on how often canaries are drawn into batches (Chernoff's bound).
 
-    Chernoff's bound holds for independent draws whose rates have this mean, and for draws without
-    replacement (Hoeffding 1963).
+    It holds for independent draws with mean probability `rate`, and for draws without replacement
+    (Hoeffding 1963).
+
+    chances  number of draws, each of which decides if one canary is in a batch
+    error    largest allowed probability that the bound is exceeded
     """
     if rate >= 1:
         return float(chances)

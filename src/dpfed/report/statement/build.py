@@ -1,7 +1,8 @@
-"""The privacy statement as an object, built from a run's ledger, result and configuration.
+"""Build the privacy statement of a run from the run's ledger, result and configuration.
 
-The statement may be published. It holds planned figures only: no seed, no cohort, and nothing about
-a single client. `schema.json` beside this file describes its JSON form.
+The statement says which epsilon the run guarantees, and under which conditions. It may be
+published: it contains no seed, no names of clients that took part, and no number of a single
+client. `schema.json` beside this file describes its JSON form.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ THIRD_PARTY_CONDITION = "it holds while nobody outside knows who took part"
 
 @dataclass(frozen=True)
 class Observer:
-    """The epsilon against one observer, what the observer sees, and when the epsilon holds."""
+    """An observer of training: what it sees, its epsilon, and the condition for this epsilon."""
 
     name: str
     sees: str
@@ -52,7 +53,10 @@ class Observer:
 
 @dataclass(frozen=True)
 class Mechanics:
-    """The released mechanism. Rates and noise multipliers are pairs (least, greatest)."""
+    """The mechanism that protects the data: its sampling, noise, clipping and numbers of steps.
+
+    Sampling rates and noise multipliers are pairs (smallest, largest) over all clients.
+    """
 
     sampling: str
     rate: tuple[float, float]
@@ -67,7 +71,12 @@ class Mechanics:
 
 @dataclass(frozen=True)
 class Accountant:
-    """The accountant of epsilon, and the Renyi epsilon that must not be smaller, if finite."""
+    """The method that computed epsilon, and a second method that checks it.
+
+    name           the accountant of epsilon: "PLD" (privacy-loss distributions) or "RDP" (Renyi)
+    check          the accountant of the check, "RDP"
+    check_epsilon  epsilon of the check, which must not be below the first epsilon; None if infinite
+    """
 
     name: str
     check: str
@@ -76,7 +85,14 @@ class Accountant:
 
 @dataclass(frozen=True)
 class Participation:
-    """The choice of clients, the cap on a client's rounds, and the rounds that epsilon counts."""
+    """How often clients take part in rounds.
+
+    clients                number of all clients
+    share                  fraction of the clients that take part in a round
+    client_choice          how these clients are chosen: "uniform" or "balanced"
+    max_rounds_per_client  most rounds in which a client may take part; None without such a limit
+    counted_rounds         number of rounds of one client that epsilon covers
+    """
 
     clients: int
     share: float
@@ -87,10 +103,11 @@ class Participation:
 
 @dataclass(frozen=True)
 class Mu:
-    """The Gaussian-DP mu. `value` is None for Renyi accounting, and if no mu is large enough.
+    """The privacy loss of a run as one number, mu of Gaussian differential privacy.
 
-    It is the smallest mu for which the Gaussian mechanism has at least the run's delta(epsilon),
-    wherever that is >= `cutoff`.
+    value   the smallest mu whose Gaussian mechanism has at least the run's delta at every epsilon;
+            None if the accountant is Renyi, or if no mu is large enough
+    cutoff  epsilons at which the run's delta is below this number are left out
     """
 
     value: float | None
@@ -99,7 +116,10 @@ class Mu:
 
 @dataclass(frozen=True)
 class Attack:
-    """The largest true-positive rate of any attacker at one false-positive rate."""
+    """The success of the best attacker who guesses whether a record was used for training.
+
+    It is the largest true-positive rate that any attacker can have at one false-positive rate.
+    """
 
     false_positive_rate: float
     true_positive_rate: float
@@ -107,10 +127,15 @@ class Attack:
 
 @dataclass(frozen=True)
 class Delta:
-    """The delta of the guarantee, and delta times numbers of protected units.
+    """The delta of the guarantee, and its products with numbers of protected units.
 
-    largest_client, all_records  units of the largest client; units of all, or an upper bound
-    times_...                    delta times this number; None if the number is unknown
+    A protected unit is one record, or all records of one person.
+
+    largest_client        number of units of the largest client; None if unknown
+    times_largest_client  delta times this number
+    all_records           number of units of all clients, or an upper bound; None if unknown
+    times_all_records     delta times this number
+    warnings              sentences that say if delta is too large
     """
 
     value: float
@@ -123,7 +148,10 @@ class Delta:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """The part of a statement that a run without privacy does not have."""
+    """The guarantee in a privacy statement: epsilons, delta, and the conditions for both.
+
+    The statement of a run without privacy has no guarantee.
+    """
 
     unit: str
     adjacency: str
@@ -143,9 +171,10 @@ class Guarantee:
 class Statement:
     """The privacy statement of a run.
 
-    notices      reasons why the statement promises less than it seems; they come first
-    release      the release note of the run
-    guarantee    the figures and their conditions; None without privacy
+    notices      warnings to show first: the run has no privacy, its noise was seeded, or earlier
+                 use of the records is not counted
+    release      sentence of the run's result on whether the model may be released
+    guarantee    epsilons, delta and their conditions; None for a run without privacy
     algorithm    name of the algorithm
     software     versions of dpfed, Python and the libraries, by name
     ledger_head  hash of the last row of the run's ledger; None if the run has no ledger
@@ -166,7 +195,10 @@ class Statement:
 
 
 def statement_of_run(folder: Path) -> Statement:
-    """Verify the ledger of a run and return the run's statement."""
+    """Read a run's folder, verify its ledger, and return the privacy statement of the run.
+
+    A run without privacy, or on a server whose clients are real, has no ledger to verify.
+    """
     if not is_run(folder):
         raise DpfedError(f"{folder} is not the folder of a run: a statement describes a run")
     result = read_result(folder)
@@ -178,9 +210,9 @@ def statement_of_run(folder: Path) -> Statement:
 def statement_of(
     spending: RecordedSpending | None, result: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Statement:
-    """Return the statement of a run.
+    """Return the privacy statement of a run from what its folder contains.
 
-    spending  the run's spending, from its ledger; None for a run without privacy
+    spending  privacy that the run has spent; None for a run without privacy
     result    the content of run.json; only its public values are used
     settings  the configuration as nested tables
     """
@@ -247,7 +279,7 @@ def _delta(planned: Planned, records: int | None) -> Delta:
 
 
 def _times(delta: float, units: int) -> float:
-    """Return delta times units in decimal numbers, so that 1e-05 times 179 is exactly 0.00179."""
+    """Return delta times units, computed in decimal: 1e-05 times 179 is exactly 0.00179."""
     return float(Decimal(repr(delta)) * units)
 
 
@@ -275,9 +307,9 @@ def _mechanics(planned: Planned, privacy: Mapping[str, Any]) -> Mechanics:
 
 
 def _participation(spending: RecordedSpending, run: Mapping[str, Any]) -> Participation:
-    """Return the participation; a configuration without `cohort_choice` has uniform cohorts.
+    """Return how often clients take part, from the plan that epsilon is computed from.
 
-    The cap and the counted rounds come from the plan that epsilon is computed from.
+    run  the section `run` of the configuration; without `cohort_choice` the choice was "uniform"
     """
     planned = spending.realised
     _, steps = planned.histories[0][-1]
@@ -292,7 +324,10 @@ def _participation(spending: RecordedSpending, run: Mapping[str, Any]) -> Partic
 
 @lru_cache(maxsize=64)
 def _tradeoff(planned: Planned) -> tuple[Mu, tuple[Attack, ...]]:
-    """Return mu and the attack rates against the server's view, the worst over all mechanisms."""
+    """Return the largest mu and the highest attack rates, given all that the server sees.
+
+    The largest and the highest are taken over the mechanisms of all clients.
+    """
     histories = planned.histories
     rates = attack_rates(histories, FALSE_POSITIVE_RATES)
     attack = tuple(map(Attack, FALSE_POSITIVE_RATES, rates))
@@ -313,16 +348,25 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def attack_of(planned: Planned) -> tuple[Attack, ...]:
-    """Return the attack rates of a plan against the server's view."""
+    """Return the highest success rates of attackers who see all that the server sees.
+
+    An attacker guesses if a record was used. There is one entry for each of FALSE_POSITIVE_RATES.
+    """
     return _tradeoff(planned)[1]
 
 
 def write_statement(statement: Statement, path: Path, for_release: bool = False) -> None:
-    """Write the statement as JSON; `for_release` leaves the permissions to the umask."""
+    """Write the statement as a JSON file.
+
+    for_release  False: only the owner can read the file. True: the umask sets its permissions.
+    """
     write_json(statement.as_dict(), path, for_release)
 
 
 def write_json(values: Mapping[str, Any], path: Path, for_release: bool = False) -> None:
-    """Write JSON values as a file; `for_release` leaves the permissions to the umask."""
+    """Write values as a JSON file.
+
+    for_release  False: only the owner can read the file. True: the umask sets its permissions.
+    """
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     write_file(path, lambda file: file.write(text.encode()), for_release=for_release)

@@ -1,9 +1,9 @@
-"""A draft of a run's entry in the registry of DP deployments, from its privacy statement.
+"""Draft an entry for OpenDP's public registry of DP deployments from a run's privacy statement.
 
-The form is that of `schemas/deployments-schema.yaml` in opendp/deployments-registry-data, as read
-in November 2026. The schema is described by Nanayakkara and others (arXiv 2509.13509).
-`registry_schema.json` beside this file holds its keys, types and permitted values. The curator of
-the model fills in what a run cannot know.
+The entry follows `schemas/deployments-schema.yaml` in opendp/deployments-registry-data, as read in
+November 2026. Nanayakkara and others (arXiv 2509.13509) describe this schema.
+`registry_schema.json` beside this file contains the keys, types and permitted values of the schema.
+The publisher of the model fills in facts that a run does not know, such as the intended use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TO_FILL_IN = "TO BE FILLED IN by the curator"
 
 
 def registry_entry(statement: Statement) -> dict[str, Any]:
-    """Return the draft as JSON values; raise DpfedError for a run without privacy."""
+    """Return a draft of the run's registry entry as JSON values.
+
+    Raise DpfedError for a run without privacy.
+    """
     guarantee = statement.guarantee
     if guarantee is None:
         raise DpfedError("a run without privacy has no entry in the registry of DP deployments")

@@ -1,6 +1,6 @@
 """The privacy statement in words: pairs of a name and a sentence, or one page of plain text.
 
-Every figure is rounded in the safe direction: privacy losses up, noise multipliers down.
+No number looks better than it is: privacy losses are rounded up, noise multipliers down.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLINGS = {
 
 
 def first_line(statement: Statement) -> str:
-    """Return what a reader must know first: the notices, or the guarantee in one sentence."""
+    """Return the first line of a privacy statement: its warnings, or else epsilon and delta."""
     if statement.notices:
         return ". ".join(statement.notices) + "."
     guarantee = statement.guarantee
@@ -50,9 +50,10 @@ def first_line(statement: Statement) -> str:
 
 
 def rows(statement: Statement, observers: bool = True) -> list[tuple[str, str]]:
-    """Return the statement as pairs (name, sentence), without the first line.
+    """Return the rows of a statement below its first line, as pairs (name, sentence).
 
-    observers  False to leave out the observers, for a page that shows them in a table
+    observers  False to leave out the rows with the epsilon of each observer (the server and a
+               third party who sees only the global models)
     """
     out = []
     if statement.guarantee is not None:
@@ -84,7 +85,10 @@ def page(statement: Statement) -> str:
 
 
 def attack_sentence(attack: Attack) -> str:
-    """Return one sentence on what an attacker can do at one false-positive rate."""
+    """Return a sentence on an attacker who guesses if a record was used for training.
+
+    It states the attacker's false-positive rate, and the highest true-positive rate at this rate.
+    """
     accused = show_setting(100 * attack.false_positive_rate)
     return (
         f"an attacker that wrongly accuses {accused} % of the records that were not used "
@@ -129,7 +133,10 @@ def _guarantee_rows(guarantee: Guarantee) -> list[tuple[str, str]]:
 
 
 def attack_sentences(attack: tuple[Attack, ...]) -> str:
-    """Return all attack rates in one sentence."""
+    """Return one sentence on an attacker who guesses if a record was used for training.
+
+    attack  the highest true-positive rate for each of several false-positive rates
+    """
     first, *others = attack
     more = "".join(
         f"; at {show_setting(100 * a.false_positive_rate)} %, "

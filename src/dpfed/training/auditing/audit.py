@@ -1,4 +1,8 @@
-"""Audit a job: test with canaries if its releases reveal more than the claimed epsilon."""
+"""Audit a job: test with canaries if it reveals more than its claimed epsilon allows.
+
+A canary is a unit for which a fair coin decides if it is in the data. The less noise protects the
+data, the better this coin can be guessed from what the job releases.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ from dpfed.training.auditing.setting import (
 )
 from dpfed.training.job.job import Job
 
-# Number of lower bounds of `audit`, without and with the job's own model. They share the error.
+# Number of lower bounds on epsilon that `audit` computes, without and with `own_model`. Each bound
+# gets an equal part of the error probability 1 - confidence.
 BOUNDS = 5
 BOUNDS_WITH_MODEL = 8
 
@@ -39,9 +44,11 @@ class Audit:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Turns observations into lower bounds; each has the confidence `confidence`.
+    """Computes lower bounds on epsilon from the observations of an audit.
 
-    setting  the audited clients, once for each run
+    setting     the audited clients; each is listed once for each training run
+    confidence  probability that a single bound does not exceed the true epsilon
+    runs        number of training runs
     """
 
     setting: AuditSetting
@@ -49,7 +56,14 @@ class Bounds:
     runs: int = 1
 
     def of_guesses(self, seen: Seen, scores: np.ndarray, coins: np.ndarray) -> list[Report]:
-        """Return the bound that assumes nothing, and the bound that assumes the curve."""
+        """Return two lower bounds from guesses which canaries are in the data.
+
+        The first assumes nothing. The second assumes a trade-off curve as the accountant computes
+        it, but with another noise level.
+
+        scores  one number per canary; a high score suggests that the canary is in the data
+        coins   the truth: True for each canary that is in the data
+        """
         least = epsilon_bound(scores, coins, self.setting.delta, self.confidence)
         ratio = ladder_bound(scores, coins, self.setting.curve_at, self.confidence)
         return [
@@ -58,9 +72,13 @@ class Bounds:
         ]
 
     def of_measurement(self, seen: Seen, found: Measurement, coins: np.ndarray) -> list[Report]:
-        """Return the bounds of the guesses, and the bound of the measured shifts."""
+        """Return three lower bounds on epsilon: two from guesses, and one from measured shifts.
+
+        A canary that is in the data shifts the released gradient sums along its direction.
+        """
         ratio = ratio_bound(found.shifts, self.confidence)
-        # The sum has more noise than the charged multiplier, if a count is charged with it.
+        # `ratio_bound` refers to the noise multiplier of the sum, `_epsilon_at` to that in the
+        # plan. With quantile clipping the latter is smaller, because it covers sum and count.
         ratio /= self.setting.plan.clipping.sum_multiplier(1.0)
         shifts = self._report(seen, "Gaussian noise", self._epsilon_at(ratio), coins)
         return [*self.of_guesses(seen, found.scores, coins), shifts]
@@ -84,7 +102,11 @@ class Bounds:
 
 
 def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float) -> list[Report]:
-    """Audit the oracle with the job's own model, and records of these clients as canaries."""
+    """Audit the gradients of the job's own model, with records of these clients as canaries.
+
+    canaries    about this many canaries in all
+    confidence  probability that a single bound does not exceed the true epsilon
+    """
     setting = setting_of(job).only(clients)
     wanted = max(1, round(canaries / len(clients)))
     count = min(MOST_PER_CLIENT, wanted, int(setting.plan.sizes.min()))
@@ -96,10 +118,14 @@ def audit_model(job: Job, clients: np.ndarray, canaries: int, confidence: float)
 def audit(
     job: Job, canaries: int = 4000, confidence: float = 0.95, own_model: bool = False
 ) -> Audit:
-    """Run every audit of a job. If the job is long, audit fewer clients.
+    """Train a job with canaries; return lower bounds on epsilon, and tests of batches and noise.
 
+    If training all clients would take too many steps, only some clients are audited.
+
+    canaries    about this many canaries in all
     confidence  probability that no lower bound exceeds the true epsilon
-    own_model   True to audit the job's own model and records too
+    own_model   True to use a second kind of canaries too, which keep their own gradients; the
+                auditor chooses the gradients of all others
     """
     _require(job, canaries, confidence)
     whole = setting_of(job)
@@ -119,7 +145,7 @@ def audit(
 
 
 def _require(job: Job, canaries: int, confidence: float) -> None:
-    """Raise DpfedError if this audit would show nothing."""
+    """Require that the job claims privacy and the options are in range; else raise DpfedError."""
     if not job.plan.private:
         raise DpfedError(
             "no privacy is claimed here (privacy.enabled is false or sigma is 0): nothing to audit"

@@ -1,12 +1,13 @@
 """Gradient canaries: records of a job whose gradients the auditor chooses.
 
-A canary is a unit of a client for which a fair coin decides if it is in the data. All its records
-have the same gradient: equally large numbers at a few coordinates of the trainable vector, and zero
-elsewhere. Its norm is about 1e3·B·C, so clipping must reduce it to C. No two canaries of a client
-share a coordinate, so their gradients are orthogonal. The coordinates of a canary lie in as many
-tensors as possible. If a bug clips each of 16 tensors to C, a canary has norm 4 C.
+A canary is a unit (one record, or all records of one person) for which a fair coin decides if it is
+in the data. All its records have the same gradient: equally large numbers at a few coordinates of
+the trainable vector, and zero elsewhere. The norm of this gradient is about 1e3·B·C, with expected
+batch size B and clip norm C, so clipping must reduce it to C. Two canaries of a client have no
+coordinate in common, so their gradients are orthogonal. The coordinates of a canary lie in as many
+tensors as possible. If a bug clips each of 16 tensors to C, the canary's clipped norm is 4 C.
 
-All other records keep their own gradients.
+Records that are no canaries keep their own gradients.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from dpfed.model.per_sample.gradients import PerSample
 from dpfed.privacy.record_batch import Augmentations, Records
 from dpfed.training.job.job import Job
 
-# Most coordinates of one canary.
+# Largest number of coordinates at which one canary has a gradient.
 MOST_COORDINATES = 16
-# Name of the input that says which canary a record is. The record of canary j has the number j + 1,
-# its opposite has -(j + 1), and all other records have 0.
+# Name of a model input that marks canaries: its value is j + 1 for records of canary j, -(j + 1)
+# for records with the opposite gradient, and 0 for records that are no canaries.
 CODE = "canary_code"
 
 
 @dataclass(frozen=True)
 class Directions:
-    """The gradients of the canaries, and coordinates at which no canary has a gradient.
+    """Directions of the canaries' gradients in the trainable vector `[P]`, each of length 1.
 
-    coordinates  `[canaries, any number]` coordinates of each canary
-    signs        `[canaries, the same number]` their signs, 1 or -1
-    free         coordinates of no canary, as many as there are canaries
+    coordinates  `[canaries, n]` the coordinates at which each canary has a gradient
+    signs        `[canaries, n]` signs of the gradient at these coordinates, 1 or -1
+    free         coordinates at which no canary has a gradient, about one for each canary
     """
 
     coordinates: np.ndarray
@@ -47,12 +48,15 @@ class Directions:
     free: np.ndarray
 
     def along(self, sums: Tensor) -> np.ndarray:
-        """Return inner products of sums `[S, P]` with the canaries' directions, `[S, canaries]`."""
+        """Return the components of gradient sums along each canary's direction, `[S, canaries]`.
+
+        sums  `[S, P]` one sum of P trainable numbers for each of S clients
+        """
         values = _columns(sums, self.coordinates) * self.signs
         return np.asarray(values.sum(2) / sqrt(self.coordinates.shape[1]))
 
     def beside(self, sums: Tensor) -> np.ndarray:
-        """Return the numbers of sums `[S, P]` at the free coordinates."""
+        """Return the entries of gradient sums `[S, P]` at `free`, where no canary changes them."""
         return _columns(sums, self.free)
 
 
@@ -62,17 +66,24 @@ def _columns(sums: Tensor, coordinates: np.ndarray) -> np.ndarray:
 
 
 def most_canaries(size: int) -> int:
-    """Return how many canaries with many coordinates fit into a vector of this size."""
+    """Return how many canaries fit into a trainable vector of `size` numbers.
+
+    Each canary needs MOST_COORDINATES coordinates, and one free coordinate to measure noise.
+    """
     return max(1, size // (MOST_COORDINATES + 1))
 
 
 def directions_for(space: Space, canaries: int, rng: np.random.Generator) -> Directions:
-    """Choose coordinates at random. Neighbours in the list of coordinates lie in other tensors."""
+    """Choose random coordinates and signs for the gradients of all canaries.
+
+    The coordinates of a canary lie in as many tensors as possible.
+    """
     tensor = np.repeat(np.arange(len(space.shapes)), [shape.numel() for shape in space.shapes])
     shuffled = rng.permutation(space.size)
     by_tensor = shuffled[np.argsort(tensor[shuffled], kind="stable")]
     counts = np.bincount(tensor)
-    # The rank of a coordinate in its tensor. Equal ranks of all tensors stand side by side.
+    # The rank of a coordinate among those of its tensor. Sorting by rank takes one coordinate of
+    # each tensor in turn.
     rank = np.arange(space.size) - np.repeat(np.cumsum(counts) - counts, counts)
     dealt = by_tensor[np.argsort(rank, kind="stable")]
     each = max(1, min(MOST_COORDINATES, (space.size - canaries) // canaries))
@@ -82,7 +93,9 @@ def directions_for(space: Space, canaries: int, rng: np.random.Generator) -> Dir
 
 
 class CanaryModel:
-    """The model of a job, in which the gradients of canaries are replaced.
+    """The model of a job, with gradients of canaries that the auditor chose.
+
+    It computes the gradients of all other records as before.
 
     size  absolute value of a canary's gradient at each of its coordinates
     """
@@ -109,7 +122,8 @@ class CanaryModel:
         grads = torch.cat(self._model.grads(theta, client, others, labels, keys), 1)
         code = inputs[CODE]
         canary = (code.abs() - 1).clamp_min(0)
-        # A record that is no canary keeps its gradient, and zeros are added to it.
+        # Replace the gradients of canaries. Other records have code 0 and keep their gradients,
+        # because the values that are added to them are zeros.
         grads.masked_fill_((code != 0).unsqueeze(1), 0.0)
         values = self._values[canary] * code.sign().unsqueeze(1)
         grads.scatter_add_(1, self._coordinates[canary], values.to(grads))
@@ -132,10 +146,11 @@ class CanaryModel:
 def canary_codes(
     shards: Shards, positions: np.ndarray, signs: np.ndarray, records: int
 ) -> np.ndarray:
-    """Return the value of the input CODE for each record.
+    """Return the value of the model input CODE for each record, which marks canaries.
 
     positions  `[clients, canaries]` the units of each client that are canaries
-    signs      `[clients, canaries]` -1 for the opposite of a canary
+    signs      `[clients, canaries]` -1 for a canary that gets the opposite gradient, else 0 or 1
+    records    number of all records
     """
     codes = np.zeros(records, dtype=np.int64)
     numbers = np.arange(1, positions.shape[1] + 1)
@@ -146,7 +161,10 @@ def canary_codes(
 
 
 def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
-    """Return the job with canaries among its records."""
+    """Return the job with a model that gives canaries their gradients.
+
+    codes  value of the model input CODE for each record, which marks canaries
+    """
     size = 1e3 * float(job.plan.expected.max()) * job.plan.clip
     model = CanaryModel(job.model, directions, size / sqrt(directions.coordinates.shape[1]))
     private = job.private
@@ -161,7 +179,7 @@ def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
 
 
 def _without_code(view: Augmentations) -> Augmentations:
-    """Return augmentations that leave the input CODE as it is."""
+    """Return these augmentations without effect on the input CODE, which marks canaries."""
 
     def augment(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         others = {name: x for name, x in inputs.items() if name != CODE}

@@ -1,10 +1,11 @@
 """Train a job with canaries among its records, and measure all that it releases.
 
-The run is the job's own: its algorithm, model, records, plan, isolation and noise. Every audited
-client takes part in each round. One run shows the released gradients, the clients' messages, the
-drawn batches and the noise.
+A canary is a unit for which a fair coin decides if it is in the data. Training uses the job's own
+algorithm, model, records, plan, isolation and noise. Every audited client takes part in each round.
+One training run shows the released gradients, the clients' messages, the drawn batches and the
+noise.
 
-The auditor knows all records but the canaries. So it can compute the clipped sum of the other
+The auditor knows all records except the canaries. So it can compute the clipped sum of the other
 records of each batch, and subtract this known part from the released sum.
 """
 
@@ -41,13 +42,15 @@ from dpfed.training.round_loop import aggregate
 
 
 class Observations:
-    """All that the audit measures. Clients of later runs have higher numbers.
+    """All values that an audit observes while it trains the job once or several times.
 
-    setting    the audited clients, once for each run
-    coins      `[runs * clients, canaries]`, True for a present canary
-    gradients  the released gradients
-    messages   score of each canary, from the messages that the server receives
-    draws      drawn batches, and values of pure noise
+    A client counts as a new client in each training run, with a higher number.
+
+    setting    the audited clients; each is listed once for each training run
+    coins      `[runs * clients, canaries]`, True for a canary that is in the data
+    gradients  scores and shifts of the canaries, measured in the released gradients
+    messages   `[runs * clients, canaries]` score of each canary, from the messages to the server
+    draws      drawn batches, and measured values that contain noise only
     """
 
     def __init__(self, setting: AuditSetting, coins: np.ndarray) -> None:
@@ -60,9 +63,11 @@ class Observations:
 
 @dataclass(frozen=True)
 class _Release:
-    """A released sum of S clients in units of C: along canaries, and at free coordinates.
+    """One released gradient sum of S clients, measured in units of the clip norm C.
 
-    known  the part along canaries that the other records cause
+    along  `[S, canaries]` component of the released sum along each canary's direction
+    known  `[S, canaries]` part of `along` that records other than canaries cause
+    noise  `[S, any number]` noise at coordinates at which no canary has a gradient
     """
 
     along: np.ndarray
@@ -71,10 +76,11 @@ class _Release:
 
 
 class Recorder:
-    """Measures the batches and releases of one run.
+    """Records the drawn batches and released gradients of one training run in `observations`.
 
-    first    number of the run's first client in `observations`
-    present  `[clients, units]`, False for a unit that is an absent canary
+    directions  directions of the canaries' gradients
+    first       number in `observations` of the first client of this training run
+    present     `[clients, units]`, False for a canary that is not in the data
     """
 
     def __init__(
@@ -86,27 +92,36 @@ class Recorder:
         self._present = present
         rows = slice(first, first + len(present))
         self._signs = signs_of(observations.setting, observations.coins)[rows]
-        # With Poisson sampling, the draws of other records say nothing about a canary. With batches
-        # of a fixed size they do, so a score must not use the known part.
+        # The auditor knows which other records were drawn. With batches of a fixed size, this
+        # reveals if a canary was drawn. A score that used it would make the bound invalid.
         self._independent = observations.setting.plan.sampling == "poisson"
         self._drawn: list[list[np.ndarray]] = []
         self._releases: list[list[_Release]] = []
 
     def begin(self, clients: int) -> None:
-        """Forget a round that was not finished, because it is computed again."""
+        """Begin a round, or begin it again after an attempt that failed for lack of memory.
+
+        clients  number of clients that are computed together in this attempt
+        """
         self._drawn = [[] for _ in range(clients)]
         self._releases = []
 
     def drawn(self, row: int, client: int, fresh: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the drawn units without absent canaries, which are not in the data."""
+        """Record each drawn batch of a client, and yield it without canaries that are not present.
+
+        row    index of the client among the clients that are computed together
+        fresh  the units of each drawn batch
+        """
         for units in fresh:
             self._drawn[row].append(units)
             yield units[self._present[client][units]]
 
     def released(self, sums: Tensor, known: Tensor, again: bool) -> None:
-        """Measure a release `[S, P]` in units of C, and the part of it that is known.
+        """Measure one release: gradient sums of S clients, `[S, P]`, in units of the clip norm C.
 
-        again  True if it is another release of the last batch
+        sums   the released sums, with noise
+        known  the part of the sums that records other than canaries cause, without noise
+        again  True if the last batch is released once more, with new noise
         """
         found = _Release(
             self.directions.along(sums),
@@ -119,7 +134,10 @@ class Recorder:
             self._releases.append([found])
 
     def finish(self, ctx: Context, clients: Sequence[int], result: LocalResult) -> None:
-        """Store what was measured in a finished round of these clients."""
+        """Store all measurements of these clients when they have finished their round.
+
+        result  the messages of the clients to the server
+        """
         own = np.asarray(clients)
         rows = self._first + own
         signs = self._signs[own]
@@ -134,14 +152,18 @@ class Recorder:
             seen = along - known if self._independent else along
             self._all.gradients.add(Step(rows, seen, 1.0, summed, spread, noise))
             self._all.draws.add(start + k, rows, [drawn[k] for drawn in self._drawn], noise)
-        # Training moves against the gradient, so a present canary has a negative component. It is
-        # NaN if the client diverges.
+        # Training steps go against the gradient, so a canary in the data makes its component of
+        # the message negative. The component is NaN if the client diverges.
         delta = self.directions.along(result.message["delta"]) / float(ctx.lr)
         self._all.messages[rows] -= np.nan_to_num(delta)
 
 
 class AuditedOracle(FleetOracle):
-    """An oracle that shows its batches and sums to a recorder. Never use it on a client."""
+    """An oracle for audits, which shows its batches and sums without noise to a recorder.
+
+    An oracle computes and releases noised gradients. Never use this one on a real client, because
+    the recorder sees private values.
+    """
 
     def __init__(self, recorder: Recorder, codes: np.ndarray, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -167,9 +189,9 @@ class AuditedOracle(FleetOracle):
 
 
 def without_canaries(batch: DrawnBatch, codes: np.ndarray) -> DrawnBatch:
-    """Return the batch without its canaries.
+    """Return the batch with only those records that are no canaries.
 
-    codes  value of the input CODE of each record
+    codes  value of the model input CODE for each record; it is 0 for a record that is no canary
     """
     record = codes[batch.row] == 0
     kept = np.unique(batch.unit[record])
@@ -184,17 +206,18 @@ def without_canaries(batch: DrawnBatch, codes: np.ndarray) -> DrawnBatch:
 
 
 def observe(job: Job, clients: np.ndarray, setting: AuditSetting, size: AuditSize) -> Observations:
-    """Train the job with canaries, once for each run, and return what was measured.
+    """Train the job with canaries `size.runs` times, and return all observations.
 
-    clients  the audited clients of the job
-    setting  the setting of these clients
+    clients  numbers of the audited clients in the job
+    setting  setting of an audit of these clients
     """
     everyone = np.arange(len(clients))
     repeated = setting.only(np.tile(everyone, size.runs))
     found = Observations(repeated, fair_coins(repeated, size.canaries, 1))
     shards = shards_of_clients(job.private.shards, clients)
     private = replace(job.private, shards=shards)
-    # The directions are those of all clients and runs, so that repeated noise is noticed.
+    # All clients and runs use the same directions. If two of them have the same noise, the
+    # measured values of noise are then equal, and the test of the noise finds it.
     rng = setting.streams.generator("check", 2)
     directions = directions_for(job.space, size.canaries, rng)
     for run in range(size.runs):
@@ -223,7 +246,7 @@ def _train(job: Job, recorder: Recorder, codes: np.ndarray) -> None:
 
 
 def _audited_job(job: Job, setting: AuditSetting) -> Job:
-    """Return the job with the clients and rounds of the setting, and all clients in each round."""
+    """Return the job with only the audited clients, all of which take part in every round."""
     clients = setting.plan.clients
     run = replace(job.config.run, rounds=setting.rounds, allow_nan=True)
     return replace(
@@ -235,7 +258,7 @@ def _audited_job(job: Job, setting: AuditSetting) -> Job:
 
 
 def shards_of_clients(shards: Shards, clients: np.ndarray) -> Shards:
-    """Return the shards of these clients, which are numbered from 0 in this order."""
+    """Return the shards (record numbers) of these clients, which are renumbered from 0."""
     units = [np.arange(shards.clients[i], shards.clients[i + 1]) for i in clients]
     every = np.concatenate(units)
     return Shards(

@@ -1,4 +1,4 @@
-"""Test the batches and the noise that the job's oracle draws during an audit."""
+"""Test if a job draws batches and noise as the accountant assumes, during an audit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import numpy as np
 from dpfed.privacy.auditing.laws import Law, batch_law, noise_law
 from dpfed.training.auditing.setting import AuditSetting
 
-# Largest number of cells in the table [clients, steps, units] of the tested batches.
+# Most cells of the table `[clients, steps, units]` that stores which units each batch contains.
 MAX_LAW_CELLS = 4_000_000
-# Most steps of a client that are tested.
+# The tests use at most this many batches of each client.
 MOST_STEPS = 500
 
 
 class Draws:
-    """The batches and the noise of the first clients whose mechanism is that of the worst client.
+    """Stores the drawn batches and the noise of some clients, to test their distributions.
 
-    setting  the audited clients
-    values   values of pure noise of a client and step
+    These are clients that have the same mechanism and as many units as the client with the largest
+    epsilon. One test covers all of them, so their batches must have the same distribution.
+
+    setting  the audited clients and steps
+    values   number of measured noise values of a client in one step
     """
 
     def __init__(self, setting: AuditSetting, values: int) -> None:
@@ -43,10 +46,10 @@ class Draws:
         drawn: Sequence[np.ndarray],
         noise: np.ndarray,
     ) -> None:
-        """Store the batches and the noise of one step.
+        """Store the batches and the noise that these clients drew in one step.
 
         drawn  for each client the units in its batch
-        noise  `[clients, values]`, in units of C
+        noise  `[clients, values]` noise in units of the clip norm C
         """
         if step >= self._included.shape[1]:
             return

@@ -1,4 +1,7 @@
-"""Collect what the released sums show of the canaries: a score of each, and the shift of all."""
+"""Measure canaries in released gradient sums: a score of each canary, and the shift by all.
+
+A canary is a unit for which a fair coin decides if it is in the data.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from dpfed.training.auditing.setting import AuditSetting
 
 @dataclass(frozen=True)
 class Step:
-    """One step of some clients, measured along directions of unit length, in units of C.
+    """One step of some clients: components of their released sums along canaries' directions.
+
+    All components are in units of the clip norm C. Each direction has length 1.
 
     clients  numbers of the clients
-    along    released sums along each canary's direction, `[clients, canaries]`
-    sizes    shift along its direction that each canary may cause, at most 1
-    summed   released sums along the sum of the counted canaries' directions, `[clients]`
-    spread   squared length of that sum of directions, `[clients]`
-    noise    released sums along directions that no canary has, `[clients, any number]`
+    along    component along each canary's direction, `[clients, canaries]`
+    sizes    largest component that each canary can cause along its direction, at most 1
+    summed   sum of the components along the directions of all canaries in the data, `[clients]`;
+             a canary with the opposite gradient counts with the opposite sign
+    spread   squared length of the sum of these directions, `[clients]`
+    noise    components along directions that no canary has, `[clients, any number]`
     """
 
     clients: np.ndarray
@@ -32,10 +38,10 @@ class Step:
 
 
 class Measurement:
-    """Accumulates the steps of an audit.
+    """Adds up the measured steps of an audit: scores and shifts of canaries.
 
     coins   `[clients, canaries]`, True for a canary that is in the data
-    scores  score of each canary, `[clients, canaries]`; a present canary has a high score
+    scores  `[clients, canaries]`, high for a canary that is probably in the data
     """
 
     def __init__(self, setting: AuditSetting, coins: np.ndarray) -> None:
@@ -81,9 +87,12 @@ class Measurement:
 
 
 def signs_of(setting: AuditSetting, coins: np.ndarray) -> np.ndarray:
-    """Return 1 for a present canary, and 0 for an absent one.
+    """Return the sign of each canary's gradient in the data: 1, or 0 if the canary is absent.
 
-    With replace-one adjacency, an absent canary is replaced by its opposite, and has -1.
+    With replace-one adjacency, the sign of an absent canary is -1, because a record with the
+    opposite gradient replaces it.
+
+    coins  `[clients, canaries]`, True for a canary that is in the data
     """
     absent = 0.0 if setting.plan.mechanism(0).adjacency == "add/remove one" else -1.0
     return np.where(coins, 1.0, absent)

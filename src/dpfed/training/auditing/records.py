@@ -1,11 +1,13 @@
-"""Canaries in the job's own model: records of its own data, whose gradients the auditor knows.
+"""Canaries that are records of the job and keep their own gradients.
 
-The first units of each client are its canaries; other units count as zero. The auditor computes
-each canary's gradient at the initial weights. The oracle computes it again, by the job's own
-per-record gradients, so faults in these are found too, such as clipping each token by itself.
+A canary is a record for which a fair coin decides if it is in the data. The first units of each
+client are its canaries, and all other units get the gradient zero. The auditor computes each
+canary's gradient at the initial weights. The oracle, which clips and noises gradients, computes it
+again as in training. So the audit also finds faults in this computation, such as clipping each
+token by itself.
 
 A canary is measured along the part of its gradient that is orthogonal to the gradients of the
-client's other canaries. Along this direction it shifts the sum by at most C.
+client's other canaries. Along this direction it shifts the sum by at most the clip norm C.
 """
 
 from __future__ import annotations
@@ -27,16 +29,19 @@ from dpfed.training.auditing.measurement import Measurement, Step, signs_of
 from dpfed.training.auditing.setting import AuditSetting
 from dpfed.training.job.job import Job
 
-# Name of the input that multiplies a record's gradient: 1, 0, or -1 for the opposite canary.
+# Name of the model input that holds a record's weight: 1, 0 or -1. It multiplies the gradient.
 WEIGHT = "canary_weight"
-# Most canaries of one client, because the auditor stores the gradient of each.
+# Most canaries of one client. The auditor stores the gradient of each, which needs memory.
 MOST_PER_CLIENT = 16
-# Number of clients that are computed side by side.
+# Largest number of clients whose gradients are computed together.
 FLEET = 32
 
 
 class WeightedModel:
-    """The job's model; the gradient of a record is multiplied by the record's weight."""
+    """The job's model, with each record's gradient multiplied by a weight of the record.
+
+    The weight is 1 for a canary in the data, 0 for no gradient, and -1 for the opposite gradient.
+    """
 
     def __init__(self, model: PerSample) -> None:
         self._model = model
@@ -58,11 +63,14 @@ class WeightedModel:
 
 @dataclass(frozen=True)
 class Directions:
-    """Directions of unit length in which the releases of one client are measured.
+    """Directions of length 1 along which the auditor measures released sums of one client.
 
-    canaries  `[canaries, P]`, each orthogonal to the gradients of the other canaries
-    sizes     shift along its direction that each canary may cause, in units of C
-    noise     `[canaries, P]`, orthogonal to all canaries and to each other
+    canaries  `[canaries, P]` a direction for each canary among P trainable numbers, orthogonal to
+              the gradients of all other canaries
+    sizes     `[canaries]` shift that the canary causes along its direction, in units of the clip
+              norm C
+    noise     `[canaries, P]` directions that measure only noise; they are orthogonal to the
+              gradients of all canaries and to each other
     """
 
     canaries: np.ndarray
@@ -73,9 +81,10 @@ class Directions:
 def measured_records(
     job: Job, setting: AuditSetting, clients: np.ndarray, coins: np.ndarray
 ) -> Measurement:
-    """Run the oracle with the job's model and records as canaries; measure all released sums.
+    """Release gradients of a job in which some records are canaries, and measure the canaries.
 
-    clients  the clients of the job that `setting` has
+    clients  numbers in the job of the clients in `setting`
+    coins    `[clients, canaries]`, True for a canary that is in the data
     """
     signs = signs_of(setting, coins)
     rows = [canary_rows(job, int(client), coins.shape[1]) for client in clients]
@@ -91,9 +100,10 @@ def measured_records(
 def releases(
     job: Job, setting: AuditSetting, data: PrivateData
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """Run all steps at the initial weights. Yield the clients and the released sums of each step.
+    """Run all steps at the initial weights; yield (numbers of S clients, their released sums).
 
-    The sums `[S, P]` are noised and divided by C. Several releases of a batch are averaged.
+    The sums `[S, P]` of P trainable numbers have noise and are divided by the clip norm C. If a
+    batch is released several times, its sums are averaged.
     """
     plan = setting.plan
     privacy = job.config.privacy
@@ -136,7 +146,7 @@ def _measured(
 
 
 def canary_rows(job: Job, client: int, count: int) -> np.ndarray:
-    """Return the first record of each of the client's first `count` units."""
+    """Return record numbers of a client's canaries: the first record of its first `count` units."""
     shards = job.private.shards
     first = int(shards.clients[client])
     rows: np.ndarray = shards.records[shards.units[first : first + count]]
@@ -146,7 +156,10 @@ def canary_rows(job: Job, client: int, count: int) -> np.ndarray:
 def weighted_records(
     job: Job, setting: AuditSetting, sources: np.ndarray, signs: np.ndarray
 ) -> tuple[Records, Shards]:
-    """Return the canaries of all clients with their weights; other units are records of weight 0.
+    """Return records with weights, and shards that say which client has which of these records.
+
+    Canaries have the given weights. Each other unit gets a record of weight 0, so that every client
+    keeps its number of units.
 
     sources  record numbers of the canaries, sorted by client
     signs    `[clients, canaries]`, the weight of each canary
@@ -164,7 +177,7 @@ def weighted_records(
 
 
 def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
-    """Return shards in which each unit has one record.
+    """Return shards (the record numbers of all clients) in which each unit has one record.
 
     sizes  number of units of each client
     rows   record number of each unit: first the units of client 0, then of client 1, and so on
@@ -174,7 +187,10 @@ def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
 
 
 def directions_of(job: Job, rows: np.ndarray) -> Directions:
-    """Return the directions for the canaries of one client, which are these records."""
+    """Return the directions in which one client's canaries are measured.
+
+    rows  record numbers of the client's canaries
+    """
     count = len(rows)
     chosen = torch.from_numpy(rows).to(job.private.records.labels.device)
     inputs, labels = job.private.records.take(chosen)

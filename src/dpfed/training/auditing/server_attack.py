@@ -1,9 +1,13 @@
-"""Attack the isolation of records: search for a theta at which one unit moves the sum too far.
+"""Attack isolation as a malicious server: search for weights at which one unit changes too much.
 
-A malicious server chooses theta. The attack deletes one unit from a data set, keeps all other
-random draws (keys and places), and compares the clipped sums before noise is added. With exact
-isolation the sum moves by at most C, at every theta, and all other gradients stay bitwise equal.
-See docs/privacy/isolation.md.
+Isolation means that deleting one unit (one record, or all records of one person) leaves the
+gradients of all other units as they are. The sum of clipped gradients then changes by at most the
+clip norm C. A malicious server may choose theta, the vector of trainable numbers, so that rounding
+changes the other gradients too.
+
+For each theta, the attack deletes one unit from a data set, repeats the random draws of all other
+units (keys and places), and compares the clipped sums before noise is added. With exact isolation,
+the sum changes by at most C at every theta. See docs/privacy/isolation.md.
 """
 
 from __future__ import annotations
@@ -23,24 +27,27 @@ from dpfed.privacy.record_batch import PrivateData, Records
 from dpfed.privacy.sampling import DrawnBatch
 from dpfed.training.job.job import Job
 
-# Most units of the attacked data set.
+# The attacked data set has at most this many units (a unit is one record, or a person's records).
 MAX_UNITS = 48
-# A sum in float64 may move by this much more than C.
+# Exact isolation allows one unit to change a sum by the clip norm C. Rounding in float64 may add
+# this fraction of C.
 SLACK = 1e-6
-# Largest absolute entry of a theta. Far larger entries overflow, and every gradient is then zero.
+# Largest absolute entry of a theta that is tried. Far larger entries overflow, and every gradient
+# is then zero.
 LARGEST = 800.0
-# A theta is drawn anew with this probability; otherwise the best theta so far is changed.
+# Probability that the next theta is drawn at random; otherwise it is the best theta so far with
+# random changes.
 FRESH = 0.5
 
 
 @dataclass(frozen=True)
 class ServerAttack:
-    """The result of a search.
+    """The result of an attack on isolation by a malicious server.
 
     isolation  the isolation that was attacked, "exact" or "fast"
-    places     records in each pass of exact isolation
-    moved      the largest movement of the clipped sum that was found, in units of C
-    thetas     number of thetas that were tried
+    places     number of records whose gradients exact isolation computes together; 1 for "fast"
+    moved      largest change of the clipped sum by deleting one unit, in units of the clip norm C
+    thetas     number of trainable vectors that were tried
     units      number of units in the attacked data set
     """
 
@@ -52,18 +59,22 @@ class ServerAttack:
 
     @property
     def broken(self) -> bool:
-        """True if isolation should be exact, and one unit moved the sum by more than C."""
+        """True if isolation should be exact, but deleting one unit changed the sum by over C."""
         return self.isolation == "exact" and not self.moved <= 1 + SLACK
 
 
 class AttackedOracle(FleetOracle):
-    """An oracle that shows its clipped sums before noise. Never use it on a client."""
+    """An oracle for attacks, which shows its clipped sums before noise is added.
+
+    An oracle computes and releases noised gradients. Never use this one on a real client, because
+    sums without noise are private.
+    """
 
     def batch(self) -> DrawnBatch:
         return self._draw()
 
     def sum_before_noise(self, theta: Tensor, batch: DrawnBatch) -> Tensor:
-        """Return the clipped sum of a batch `[P]` in float64, in units of C."""
+        """Return the sum of clipped gradients of a batch, `[P]`, in units of the clip norm C."""
         total, _ = self._clipped_sum(theta.unsqueeze(0), batch)
         scale = 1.0 if self._grid is None else self._grid[0].step
         return total[0].double() * (scale / self._plan.clip)
@@ -72,11 +83,13 @@ class AttackedOracle(FleetOracle):
 def attack_server(
     job: Job, seconds: float, oracle: type[AttackedOracle] = AttackedOracle
 ) -> ServerAttack:
-    """Search thetas for some seconds, and return the largest movement found.
+    """Attack as a malicious server: search for weights at which one unit changes the sum most.
 
-    The search changes at random what moved the sum furthest so far. It is seeded by the run's seed.
+    For each theta (trainable vector) it measures by how much deleting one unit changes the sum of
+    clipped gradients. It tries random thetas, and random changes of the best theta so far. The
+    job's seed decides all of them.
 
-    oracle  the oracle to attack; tests set a faulty class
+    oracle  class that computes the sums; tests give a faulty one
     """
     if not 0 < seconds < float("inf"):
         raise DpfedError(f"--seconds {seconds:g} is not allowed: give a number above 0")
@@ -111,7 +124,10 @@ def _candidate(start: Tensor, best: Tensor, generator: torch.Generator) -> Tenso
 
 
 class _Target:
-    """Two data sets that differ by their first unit, with coupled random draws."""
+    """The target of the attack: a data set, and the same data set without its first unit.
+
+    All other units have the same random draws in both data sets.
+    """
 
     def __init__(self, job: Job, oracle: type[AttackedOracle]) -> None:
         units = min(int(job.private.shards.sizes[0]), MAX_UNITS)
@@ -157,9 +173,10 @@ class _Target:
         return self._make(data, terms, limits)
 
     def movement(self, theta: Tensor) -> float:
-        """Delete the first unit and return how far the clipped sum moves, in units of C."""
+        """Return by how much deleting the first unit changes the clipped sum, in units of C."""
         whole = self._whole.batch()
-        # The coupling: every other unit keeps its keys and its place.
+        # The other units keep their keys (seeds of dropout) and their places in a pass. With new
+        # ones, the sum would change for reasons other than the deleted unit.
         less = replace(
             whole,
             row=whole.row[self._gone :] - self._gone,

@@ -1,4 +1,4 @@
-"""Setting of an audit: the clients, the steps and the number of canaries."""
+"""Setting and size of an audit: its clients, steps, canaries and training runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ MAX_CLIENT_STEPS = 10_000
 
 @dataclass(frozen=True)
 class AuditSetting:
-    """The clients and steps that an audit runs."""
+    """The clients and steps of an audit.
+
+    plan         mechanism of each audited client; arrays have one entry per audited client
+    delta        delta at which epsilons are compared
+    rounds       rounds of each training run; every audited client takes part in all of them
+    local_steps  steps of a client in each round
+    streams      random streams of the audit
+    """
 
     plan: Plan
     delta: float
@@ -34,10 +41,10 @@ class AuditSetting:
 
     @property
     def sum_multipliers(self) -> np.ndarray:
-        """The noise multiplier of each client's sum, averaged over the releases of a batch.
+        """The noise multiplier of each client's gradient sum, if a batch's releases are averaged.
 
-        With quantile clipping the oracle also releases a count. The charged multiplier covers sum
-        and count, so the multiplier of the sum alone is larger.
+        With quantile clipping, each release has a sum and a count. The multiplier in the plan
+        covers both, so the multiplier of the sum alone is larger.
         """
         alone = self.plan.clipping.sum_multiplier(self.plan.multipliers)
         return np.asarray(alone / np.sqrt(self.plan.releases))
@@ -49,11 +56,11 @@ class AuditSetting:
         return np.asarray(each[which])
 
     def epsilon_at(self, ratio: float) -> float:
-        """Return the largest epsilon of a client if noise were `ratio` times smaller."""
+        """Return the largest epsilon of all clients if the noise were `ratio` times smaller."""
         return max(epsilon(h, self.delta) for h in self._histories(ratio))
 
     def curve_at(self, ratio: float) -> Least:
-        """Return the trade-off curve of the worst client if noise were `ratio` times smaller."""
+        """Return a trade-off curve of all clients if the noise were `ratio` times smaller."""
         return accounted(self._histories(ratio))
 
     def _histories(self, ratio: float) -> list[tuple[tuple[Mechanism, int], ...]]:
@@ -62,7 +69,7 @@ class AuditSetting:
         return [((kind, self.steps),) for kind in scaled]
 
     def only(self, clients: np.ndarray) -> AuditSetting:
-        """Return this setting for these clients; a client listed twice gives independent copies."""
+        """Return this setting with only these clients; one listed twice counts as two clients."""
         plan = replace(
             self.plan,
             sizes=self.plan.sizes[clients],
@@ -75,10 +82,10 @@ class AuditSetting:
 
 @dataclass(frozen=True)
 class AuditSize:
-    """How many canaries an audit has.
+    """The size of an audit.
 
-    canaries  canaries of each client in each run
-    runs      how often the job is trained
+    canaries  number of canaries of each client in each training run
+    runs      number of training runs
     """
 
     canaries: int
@@ -86,9 +93,10 @@ class AuditSize:
 
 
 def setting_of(job: Job) -> AuditSetting:
-    """Return the setting that audits a job. Its random streams repeat none of the run.
+    """Return the setting of an audit of all clients of this job.
 
-    With a cap on rounds, no client takes part in more rounds, and the claim counts no more.
+    The audit has random streams of its own, so it repeats no random number of the job. Each client
+    takes part in as many rounds as the job allows one client, and the claimed epsilon covers these.
     """
     streams = Streams(job.streams.number("check", 1), secret=job.streams.secret)
     return AuditSetting(
@@ -101,23 +109,29 @@ def setting_of(job: Job) -> AuditSetting:
 
 
 def chosen_clients(epsilons: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` clients, evenly spaced by rank of epsilon, from the largest epsilon."""
+    """Choose at most `most` clients for an audit: evenly spaced in a list sorted by epsilon.
+
+    The client with the largest epsilon is always chosen.
+    """
     order = np.argsort(-epsilons, kind="stable")
     chosen = np.linspace(0, len(order) - 1, min(most, len(order))).round().astype(int)
     return np.sort(order[np.unique(chosen)])
 
 
 def fair_coins(setting: AuditSetting, per_client: int, stream: int) -> np.ndarray:
-    """Draw fair coins `[clients, per_client]`, independent for different `stream` numbers."""
+    """Draw fair coins that decide which canaries are in the data, `[clients, per_client]`.
+
+    stream  number of the random stream; coins of different streams are independent
+    """
     rng = setting.streams.generator("check", stream)
     return rng.random((setting.plan.clients, per_client)) < 0.5
 
 
 def size_for(setting: AuditSetting, canaries: int, most: int) -> AuditSize:
-    """Return the size of an audit with about this many canaries.
+    """Return the size of an audit with about this many canaries in all.
 
-    At most half of a client's units are canaries, and at most `most`. If that is too few, the job
-    is trained several times, with fresh canaries each time.
+    In one training run, at most half of a client's units are canaries, and at most `most`. If these
+    are too few, the job is trained several times, with new canaries each time.
     """
     plan = setting.plan
     room = max(1, min(int(plan.sizes.min()) // 2, most))

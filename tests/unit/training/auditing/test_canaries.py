@@ -110,7 +110,7 @@ def test_augmentations_do_not_change_the_codes() -> None:
     found = audited.private.augmentations.augment(inputs, keys)
     assert found.pop(CODE).tolist() == [0, 1, 2, 3]
     del inputs[CODE]
-    assert plain.view is not None
-    expected = plain.view.augment(inputs, keys)
+    assert plain.private.augmentations is not None
+    expected = plain.private.augmentations.augment(inputs, keys)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert set(found) == set(expected)
