@@ -111,8 +111,10 @@ def _trained(
         if stored.get("state") == "finished" and not changes(folder, config):
             return stored
     with ExitStack() as stack:
-        watchers = [*callbacks, OnStart(lambda job: write_identity(folder, identity))]
-        watchers.append(OnStart(lambda job: warn_user(in_python(job.warnings))))
+        watchers = [*callbacks, OnStart(lambda job: warn_user(in_python(job.warnings)))]
+        # A hash confirms a guess of the records. A folder whose model may be released has none.
+        if config.run.noise != "os":
+            watchers.append(OnStart(lambda job: write_identity(folder, identity)))
         if progress:
             display = ProgressDisplay(config.run.rounds, show_warnings=False)
             watchers.insert(0, stack.enter_context(display))

@@ -191,7 +191,7 @@ def copy_run(source: Path, out: Path) -> None:
     config = load(source / CONFIG, [], registry())
     base = base_folder(source)
     begins_here = config.model.weights is not None and Path(config.model.weights) == base
-    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK)
+    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK, RECORDS)
     with short_errors(out):
         shutil.copytree(source, out, ignore=leave_out, dirs_exist_ok=True)
         restrict_tree(out)
