@@ -245,10 +245,11 @@ def kinds_of_places(
     shape: tuple[int, int],
     generator: torch.Generator,
 ) -> int | None:
-    """Return the least number k in KINDS such that place p has bitwise the results of place p mod k.
+    """Return the least number k of kinds in KINDS: place p and place p mod k have equal results.
 
-    Return None if no number in KINDS is enough. Each test pass holds one synthetic record at all
-    places. The passes differ in the record, in the trainable vector and in the number of clients.
+    Results are compared bitwise. Return None if no number in KINDS is enough. Each test pass holds
+    one synthetic record at all places. The passes differ in record, trainable vector and number of
+    clients.
 
     shape  number of places, and rows of each record (its augmentations)
     """
@@ -274,7 +275,7 @@ def kinds_of_places(
 
 
 def _by_kind(rows: Tensor, kinds: int) -> bool:
-    """Return True if each row p of `rows` (results of place p) has the bits of row p mod `kinds`."""
+    """Return True if each row p of `rows` (results of place p) equals row p mod `kinds` bitwise."""
     groups = rows.view(-1, kinds, rows.shape[1])
     return same_bits(groups, groups[:1].expand_as(groups))
 

@@ -61,7 +61,7 @@ class TargetCounts:
 
 
 def count_targets(rows: Sequence[TokenRow], length: int) -> TargetCounts:
-    """Count the targets (tokens that the loss covers) in records that are cut to `length` tokens."""
+    """Count the targets (tokens that the loss covers) after records are cut to `length` tokens."""
     kept = [row.kept_targets(length) for row in rows]
     whole = [row.kept_targets(len(row.ids)) for row in rows]
     return TargetCounts(
