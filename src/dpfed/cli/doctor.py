@@ -157,7 +157,7 @@ def declared(path: Path) -> list[dict[str, Any]]:
 
 
 def budget(path: Path) -> dict[str, Any]:
-    """Return how much budget a client has spent, and how many rounds it can still afford."""
+    """Return how much privacy budget a client has spent, and how many rounds it can afford."""
     from dpfed.federation.client.budget_left import budget_left
     from dpfed.federation.client_config import load_client
     from dpfed.registry import registry

@@ -70,7 +70,7 @@ def _settings(
 ) -> Config:
     """Return the configuration of the run.
 
-    Repeatable noise protects nothing. It needs both --insecure and run.noise = "seeded".
+    Its noise is repeatable, for tests, only with both --insecure and run.noise = "seeded".
     """
     from dpfed.federation.server.serving import config_for, wants_seeded
 

@@ -46,8 +46,8 @@ def scores_of(
 def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: Batch) -> Tensor:
     """Return three scores per record, `[M, 3]`: loss, accuracy and number of target tokens.
 
-    Loss and accuracy are means over the record's target tokens. A record without targets has loss
-    zero and gradient zero.
+    Loss and accuracy are means over the record's targets, the tokens that the loss covers. A record
+    without targets has loss zero and gradient zero.
 
     prepared  the model's arguments for M records of L tokens
     inputs    `input_ids` and `target_mask`, `[M, L]`. The mask is 1 where the model must predict
@@ -61,7 +61,7 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
     for tokens in head.chunks(targets.shape[1]):
         arguments = head, head.hidden[:, tokens], targets[:, tokens]
         if torch.is_grad_enabled():
-            # Dropout masks follow from keys, so the state of the random generator does not matter.
+            # The keys of records decide dropout masks, so torch's random state does not matter.
             sums = checkpoint(
                 _sums_of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False
             )

@@ -71,8 +71,8 @@ class Task:
     """The functions that turn a model's scores into a loss, an accuracy and predictions.
 
     loss      (scores, labels) -> one loss for each record
-    correct   (scores, labels) -> share of correct answers in each record, 0..1; None if an answer
-              is not correct or wrong
+    correct   (scores, labels) -> share of correct answers in each record, 0..1; None for
+              regression, where answers are not just right or wrong
     name      name of the task; the scores of "causal" come from `causal_loss.causal_scores`,
               all others are the logits `[M, classes]`
     predict   scores -> probabilities `[M, classes]`; for "regress" numbers `[M]`

@@ -64,11 +64,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassShape:
-    """The fixed sizes of a pass.
+    """The fixed sizes of a pass, a forward and backward computation of at most M records.
 
-    clients  rows of theta, S
-    slots    slots for records, M
-    size     length of the flat parameter vector, P
+    clients  number S of clients, which are the rows of the parameters theta
+    slots    number M of slots, each with room for one record
+    size     number P of trainable parameters
     """
 
     clients: int

@@ -47,7 +47,7 @@ from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
-# So many kinds of places that every place is a kind of its own.
+# Default number of kinds of places, so large that no two places count as one kind.
 MOST_KINDS = 1 << 30
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
@@ -276,8 +276,8 @@ class FleetOracle:
     def _clipped_sum(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
         """Return the clients' sums of clipped gradients `[S, P]` and their counts `[S, 1]`.
 
-        A count adds +1/2 for each unit with a norm of at most C and -1/2 for each larger norm. Sums
-        and counts have no noise yet, so they must not leave this class.
+        A count adds +1/2 for each unit with a gradient norm of at most C, else -1/2. Sums and
+        counts have no noise yet, so they must not leave this class.
         """
         plan = self._plan
         if self.fixed is not None and self._can_be_fixed(batch):
@@ -363,7 +363,7 @@ class FleetOracle:
         return total.float(), count.float()
 
     def _normal(self, like: Tensor) -> Tensor:
-        """Return the next standard normal numbers in the shape of `like`, one row per client."""
+        """Return new standard normal noise in the shape of `like`, which has one row per client."""
         rows = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         for row, noise in zip(rows, self._noise, strict=True):
             noise.fill(row)

@@ -35,7 +35,7 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 
 # Largest number of public records that determine the statistics.
 RECORDS = 2000
-# Records in one pass of the encoder.
+# Number of records in one forward pass of the encoder.
 ROWS = 32
 # Root mean square norm of the features of public records after scaling.
 NORM = 10.0

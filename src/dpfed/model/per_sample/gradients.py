@@ -87,7 +87,7 @@ class PerSample:
         self.kinds = 1
         self.alone: str | None = None
         self._rows_factor = 16.0
-        # Each call replaces weights inside the modules, so only one thread may run the model.
+        # Each call replaces weights inside the modules, so one thread at a time may run the model.
         self._lock = threading.Lock()
         self.dtype = torch.float32
         self._checkpoints = False
@@ -145,7 +145,7 @@ class PerSample:
 
     @property
     def dropout(self) -> tuple[str, ...]:
-        """The names of the dropout layers whose masks depend on the record's key."""
+        """The names of the dropout layers; the key (seed) of a record decides its dropout masks."""
         return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
@@ -162,7 +162,7 @@ class PerSample:
 
         theta   the trainable vectors of S clients, `[S, P]`
         client  for each record, the row of theta that it uses, `[M]`
-        keys    dropout keys of the records, `[M]`; None switches dropout off
+        keys    seeds of the records' dropout masks, `[M]`; None switches dropout off
         """
         if len(client) == 0:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]

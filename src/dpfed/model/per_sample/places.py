@@ -32,22 +32,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpfed.model.per_sample.gradients import Batch, PerSample
 from dpfed.model.task import InputSpec
 
-# Numbers of places to choose from if every place is a kind of its own.
+# Numbers of places (records per pass) to choose from if no two places are of one kind.
 CHOICES = (1, 2, 4, 8, 16, 32)
 # Number of places if several places are of one kind: 64 and an eighth more. Batch sizes are often
 # powers of two, and some kinds get a few more records than others.
 SHARED_PLACES = 72
-# Numbers of kinds to choose from.
+# Numbers of kinds of places to choose from. Places of one kind give bitwise equal results.
 KINDS = (1, 2, 4, 8)
-# Search for kinds only if one record's forward pass needs at most this many operations. The search
-# then takes about a second, and larger models gain little from passes of many records.
+# Search for places of one kind only if a record's forward pass needs at most this many operations.
+# The search then takes about a second. Larger models gain little from passes of many records.
 MAX_OPERATIONS_TO_SEARCH = 2e7
-# Number of test passes in the search for kinds. Each holds one record, repeated at all places.
+# Number of test passes in the search for places of one kind. Each pass holds one record, repeated
+# at all places.
 SEARCH_PASSES = 32
 # Batch size for which `places_for` minimises the time.
 NOMINAL_RECORDS = 32
 # Fixed cost of a pass: the time of OVERHEAD_RECORDS records and of OVERHEAD_OPERATIONS operations.
-# Fitted to measured passes, on GPUs of one model only (docs/performance.md, "Growth").
+# Fitted to three models on a CPU and one model on a GPU (docs/performance.md, "Growth").
 OVERHEAD_RECORDS = 0.7
 OVERHEAD_OPERATIONS = {"cpu": 1.4e8, "cuda": 1e11}
 # Standard deviations of the random changes of the trainable vector (theta) in the test.
@@ -100,7 +101,9 @@ def _share_kinds(
     shape: tuple[int, int],
     generator: torch.Generator,
 ) -> None:
-    """Set `model.places` and `model.kinds` so that several places are of one kind, if tests allow.
+    """Let several places be of one kind if the tests allow it: set `model.places`, `model.kinds`.
+
+    Places of one kind give a record bitwise the same results.
 
     shape  number of places, and rows of each record (its augmentations)
     """

@@ -48,7 +48,8 @@ class Built:
                 model
     prepare     turns raw inputs into the arguments of the model
     task        turns the model's output into scores, losses and accuracies
-    spec        kind and shape of the inputs, with the model's vocabulary; None if nothing changed
+    spec        kind and shape of the inputs, with the size of the model's vocabulary; None if the
+                spec from which the model was built stays valid
     rows        number of records in one forward pass of an evaluation
     notes       sentences to show to the user
     companions  makes the files that an export writes beside the weights

@@ -100,7 +100,8 @@ def reach(name: str, key: str) -> None:
 def hub_file(name: str, file: str) -> Path | None:
     """Return the local path of a small file of a hub model, or None if the model has no such file.
 
-    A file that is not cached is downloaded, in the version of the model's cached files if any.
+    A file that is not cached is downloaded. If other files of the model are cached, the file of the
+    same version is downloaded.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

@@ -180,7 +180,7 @@ class TextSection(PretrainedSection):
         return weights, "model.weights"
 
     def companions(self, model: nn.Module, use_cache: bool | None, causal: bool) -> Companions:
-        """Return what an export has besides weights: tokenizer, `use_cache`, generation settings.
+        """Return the parts of an export besides weights: tokenizer and generation settings.
 
         A classifier's tokenizer is set to pad and cut texts as the run does. A causal model's
         tokenizer does not change, because generation may need padding on the left.

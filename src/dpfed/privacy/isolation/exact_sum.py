@@ -44,7 +44,8 @@ class ExactSum:
                 the same gradient (privacy/isolation/turns.py)
     clip        clip norm C
     rule        the clipping rule
-    grid_steps  `[S]` grid step h of each client; None for sums in float64
+    grid_steps  `[S]` grid step of each client, of which sums are integer multiples; None for sums
+                in float64
     several     True if units of this run can have several records
     """
 

@@ -28,22 +28,22 @@ from typing import Any, Literal
 
 Part = Literal["head", "adapter", "layers"]
 
-# The algorithm of the recipe.
+# Algorithm whose learning rate and other settings the recipe chooses.
 METHOD = "dp-fedadamw"
 # Distance by which noise alone should move a weight in the whole run, for each trained part. For
 # other layers than heads and adapters, it is divided by the square root of the fan-in.
 SPREAD_HEAD = 0.3
 SPREAD_ADAPTER = 0.12
 SPREAD_LAYER = 0.3
-# Least value of √(T·K/S) times `schedule` in the formula. It limits the learning rate of runs with
-# few steps, because in a few steps a weight must not move as far as in many.
+# Least value of √(rounds · local steps / cohort) times `schedule` in the formula of the learning
+# rate. In a run of few steps, a weight must not move as far as in a run of many steps.
 SHORTEST_WALK = 3.0
 # Runs of fewer rounds than this get a larger learning rate, because alignment repeats a move of the
 # weights once per later round.
 SHORT_ROUNDS = 20
-# Least value of 1-γ in the formula. Without this limit, γ = 1 would give a learning rate of 0.
+# Least value of 1 - `gamma` in the formula. Without it, gamma = 1 would give a learning rate of 0.
 LEAST_DAMPING = 0.01
-# Recommended weight γ of the last round's change, and decay of the average of vectors over rounds.
+# Recommended weight of the last round's change (alignment), and decay of the average over rounds.
 GAMMA = 0.9
 AVERAGE = 0.95
 # For language models: no momentum within a round, because it overweights the first steps, and
@@ -109,7 +109,10 @@ def recipe(calibrated: bool = True, language: bool = False) -> dict[str, dict[st
 
 
 def automatic_lr(facts: RecipeFacts) -> float:
-    """Return the base learning rate η0, rounded to three digits."""
+    """Return the base learning rate, rounded to three digits.
+
+    The learning rate of a round is this number, multiplied by the schedule of the run.
+    """
     damping = max(1 - facts.gamma, LEAST_DAMPING)
     if not facts.private:
         return rounded(damping * (PLAIN_HEAD if facts.part == "head" else PLAIN_BODY))

@@ -178,7 +178,7 @@ class Fleet:
     def weights(self, clients: Sequence[int]) -> Tensor:
         """Return the weights of the clients in the mean of their messages, which sum to one.
 
-        Weights are equal or follow from declared sizes, so they reveal nothing about records.
+        Weights are equal or proportional to the clients' declared sizes, which are public.
         """
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])
