@@ -1,18 +1,22 @@
 """Divide a batch into passes in which every record has a place of the kind that its unit drew.
 
-A pass of exact isolation has m places, and m does not depend on the batch. At a given place, a
-record's gradient depends only on the record, its keys, its theta and the place. It is bitwise
+A pass is one forward and backward computation of several records. A place is the position of one
+record in a pass. A unit is one record, or all records of one person. With exact isolation, deleting
+a unit leaves the gradients of all other units bitwise equal.
+
+A pass has m places, and m does not depend on the batch. At a given place, a record's gradient
+depends only on the record, its random keys, its client's parameters and the place. It is bitwise
 independent of the other places. Place p is of kind p modulo k, and places of one kind give a record
 bitwise the same gradient (`model/per_sample/places.py` tests both for each model).
 
-Every unit draws its place uniformly and independently of all other units, and keeps the place's
-kind. Deleting a unit therefore changes nobody's kind, so all other gradients stay bitwise equal.
-Units of one kind fill the places of this kind, in successive passes. All passes compute the same
-function, so the number of the pass does not matter. No unit is left out, however many units are
-drawn, and no probability has to be added to delta.
+Every unit draws a place uniformly and independently of all other units. It then gets a place of the
+same kind. Deleting a unit therefore changes no other unit's kind. Units of one kind fill the places
+of this kind, in successive passes. All passes compute the same function, so the number of the pass
+does not matter. No unit is left out, however many units are drawn. Exact isolation therefore adds
+nothing to the delta of differential privacy.
 
-The records of a unit stay at the unit's place, in their own order, if units can have several. Each
-place is then a kind of its own. The gradients of a unit are always added in the same order, and
+If units can have several records, each place is a kind of its own. All records of a unit then use
+the unit's place, in their own order. Their gradients are always added in this order, so the
 rounding of the unit's mean depends on no other unit.
 """
 
@@ -28,7 +32,9 @@ from dpfed.privacy.sampling import DrawnBatch
 
 @dataclass(frozen=True)
 class Turn:
-    """One pass. Each array has one entry per place, `[m]`.
+    """The records of one pass, by place. Each array has one entry for each of the m places.
+
+    A unit is one record, or all records of one person.
 
     record  index of the record in the batch; an empty place repeats a record of the same pass
     used    False for an empty place
@@ -53,15 +59,16 @@ def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
     ends = np.diff(unit, append=len(batch.owner)) > 0
     for record in at:
         used = record >= 0
-        # An empty place repeats a record, so that no model meets an input unlike all records.
+        # An empty place repeats a record, because models may fail on artificial inputs.
         filled = np.where(used, record, record.max())
         yield Turn(filled, used, starts[filled], ends[filled])
 
 
 def order_at_places(kind: np.ndarray, places: int, kinds: int) -> np.ndarray:
-    """Return the indices of the records in each pass, `[passes, places]`; -1 for an empty place.
+    """Return the index of the record at each place, `[passes, places]`; -1 for an empty place.
 
-    kind  `[M]` kind of each record's place; records of one kind keep their order
+    kind  `[M]` kind of place (0 to `kinds` - 1) of each of the M records; records of one kind keep
+          their order
     """
     loads = np.bincount(kind, minlength=kinds)
     order = np.argsort(kind, kind="stable")
