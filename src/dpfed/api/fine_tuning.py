@@ -88,7 +88,7 @@ def fine_tune(
 def _has_begun(folder: Path, model: Any) -> bool:
     """Return True if `folder` has a run that can be resumed.
 
-    A model from memory must also have its saved weights beside the folder.
+    If the program passed a model object, its weights must also be saved beside the folder.
     """
     has_weights = isinstance(model, str | Path) or base_folder(folder).is_dir()
     return (folder / CONFIG).is_file() and has_weights

@@ -193,10 +193,10 @@ def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
     """Return the labels of the training and the test table as sets of classes, for "multilabel".
 
     The arrays are uint8 `[n, classes]`: 1 for each class of a record, else 0. A user's label has
-    one of four forms:
-    - a list of class names, or the JSON text of such a list
+    one of three forms:
+    - a list of class names, or a string with this list in JSON
     - class names separated by semicolons
-    - a list with one 0 or 1 for each class, or its JSON text
+    - a list with one 0 or 1 for each class, or a string with this list in JSON
 
     classes  class names or the number of classes, as in `encode`
     """

@@ -159,8 +159,9 @@ def noised_counts(
     Both counts are multiples of `COUNT_STEP`.
 
     sigma  standard deviation of the noise on each count
-    draws  draws the records' positions in batches of a fixed shape, so that no unit influences the
-           answers for other units (privacy/isolation/turns.py); None for batches of many records
+    draws  random generator that assigns the records to positions in batches of a fixed shape, so
+           that no unit influences the answers for other units (privacy/isolation/turns.py); None to
+           fill the batches in the order of the records
     """
     records, shards = held_out.records, held_out.shards
     assert model.task.correct is not None

@@ -18,7 +18,7 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings with which the run reads image files; the exported model's processor repeats them.
+    """How a run converts image files to inputs; the exported image processor does it in this way.
 
     crop  side of the square in pixels: the shorter side is resized to it, then both ends of the
           longer side are cut off; None if images keep their size

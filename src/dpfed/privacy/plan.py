@@ -1,8 +1,8 @@
-"""The privacy plan: all constants of sampling, clipping and noise, fixed before records are read.
+"""The privacy plan of a run: how each client samples records, clips gradients and adds noise.
 
-Rates, expected batches and noise follow from the configuration and the declared sizes of the
-clients, never from records. The oracle, which computes noised gradients, executes
-`Plan.mechanism(i)` for client i, and the privacy ledger stores it.
+The plan is fixed before records are read. Its rates, expected batches and noise follow from the
+configuration and the declared sizes of the clients, never from records. The oracle, which computes
+noised gradients, executes `Plan.mechanism(i)` for client i, and the privacy ledger stores it.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _image_sentence(config: Config) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return the sentence part that tells the user of an adapter where to find its base model."""
+    """Return a phrase for the model card that says which base model an adapter needs."""
     name = config.model.name
     weights = config.model.weights
     if base_of(config) is None:

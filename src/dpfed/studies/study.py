@@ -69,7 +69,8 @@ class Study:
     def asked(self) -> dict[str, Any]:
         """The description as JSON values. Studies are identical if these values are equal."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Leave defaults out, because the stored descriptions of older studies lack these keys.
+        # Leave out these keys if they have their defaults. Older versions of dpfed did not store
+        # the keys, and an older description must still be equal.
         for key, default in (("search_seeds", 1), ("given", "")):
             if plain[key] == default:
                 del plain[key]

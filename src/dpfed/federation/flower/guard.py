@@ -47,7 +47,8 @@ CLIENT_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-# Largest HTTP request in bytes. Flower splits larger messages into pieces of 5 MiB.
+# Largest HTTP request in bytes. Flower sends a large message as several requests of about 5 MiB, so
+# this limit does not stop it.
 MAX_REQUEST = 32 << 20
 MAX_APP = 1 << 20
 TIMEOUT_S = 60.0

@@ -48,7 +48,7 @@ STARTING_S = 300.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a keeper: the commands to run, and the settings of the guard (reverse proxy).
+    """The commands that a keeper runs, and the settings of its guard (reverse proxy).
 
     command    command line of Flower's SuperLink or SuperNode
     executor   command line of Flower's SuperExec, which starts apps; the keeper appends its own
@@ -104,7 +104,7 @@ def serve_guard(plan: Plan) -> None:
 
 
 class Keeper:
-    """Starts and ends the processes of a plan: a SuperLink or SuperNode, and a SuperExec."""
+    """Starts and ends Flower's processes: a SuperLink or SuperNode, and a SuperExec."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -122,7 +122,7 @@ class Keeper:
             os.kill(self._executor.pid, signal.SIGSTOP)
 
     def step(self) -> None:
-        """Start the SuperExec if it was ordered and the port of SuperLink or SuperNode is open.
+        """Start Flower's SuperExec if dpfed has ordered it and the SuperLink or SuperNode is ready.
 
         Set `ending` if a process has ended.
         """

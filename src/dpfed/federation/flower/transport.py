@@ -131,7 +131,7 @@ class Pulls:
                 self._finished.wait(max(0.0, end - time.monotonic()))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Ignore later replies to the messages with these ids."""
+        """Drop the replies to the messages with these ids, also those that arrive later."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)

@@ -239,13 +239,13 @@ def _largest_difference(
     alone: Sequence[Tensor],
     rounding: float = ROUNDING,
 ) -> tuple[str, float]:
-    """Return the tensor whose two gradients differ most: its name and the relative difference.
+    """Return the name of the tensor whose two gradients differ most, and the relative difference.
 
-    Each difference is first reduced by `rounding` times the norm of the whole gradient, because
-    rounding explains that much.
+    Rounding errors can be as large as `rounding` times the norm of the whole gradient. This amount
+    is subtracted from each difference.
 
-    together  gradients of each tensor, computed for all records together
-    alone     gradients of each tensor, computed record by record
+    together  gradient of each tensor, computed for all records together
+    alone     gradient of each tensor, computed record by record
     """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
     differences = [

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# Average piece size in numbers from which copying piece by piece is faster than copying all numbers
-# by an index.
+# If the pieces have on average at least this many elements, copying piece by piece is faster than
+# copying all elements by an index.
 LARGE = 2**15
 
 

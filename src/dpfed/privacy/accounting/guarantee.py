@@ -128,15 +128,17 @@ NO_PRIOR_SPENDING = PriorSpending()
 class Planned:
     """All numbers of a plan that decide its epsilons: mechanisms, rounds and participation.
 
-    kinds             the distinct mechanisms of the clients
-    local_steps       local steps of a client in each round
-    participation     fraction of the clients that take part in each round
-    chances           probability of being drawn in each round, for the third party's epsilon
-    delta             delta of the guarantee
-    unit              name of the protected unit
-    prior, uncounted  privacy that was spent before the run, as in `PriorSpending`
-    largest           protected units of the largest client; None if unknown
-    cap               largest number of rounds of a client; None for every round
+    kinds          the distinct mechanisms of the clients
+    local_steps    local steps of a client in each round
+    participation  fraction of the clients that take part in each round
+    chances        pairs (probability that a client is drawn in a round, number of such rounds), for
+                   the epsilon against an observer who sees only the global models
+    delta          delta of the guarantee
+    unit           name of the protected unit
+    prior          mechanisms of earlier training that produced the starting weights
+    uncounted      True if the starting weights may depend on these records at an unknown epsilon
+    largest        number of protected units of the largest client; None if unknown
+    cap            largest number of rounds in which one client takes part; None for no limit
     """
 
     kinds: tuple[Mechanism, ...]

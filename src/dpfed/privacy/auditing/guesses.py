@@ -32,8 +32,8 @@ MAX_EPSILON = 64.0
 # spaced. The largest epsilon is the one whose delta is about _CUTOFF.
 _NODES = 100
 _CUTOFF = 1e-7
-# `ladder_bound` tests a series of ratios of signal to noise, called rungs. These are the numbers of
-# rungs below the claimed ratio, above it, and in each doubling of the ratio.
+# A trade-off curve is computed at this many evenly spaced epsilons, and at as many logarithmically
+# spaced ones. At the largest epsilon, delta is about _CUTOFF.
 _RUNGS_BELOW = 80
 _RUNGS_ABOVE = 16
 _RUNGS_PER_DOUBLING = 16

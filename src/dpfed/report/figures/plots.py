@@ -201,7 +201,7 @@ def _pyplot() -> Any:
 def single_plot(path: Path, inches: tuple[float, float], option: str = "") -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg.
 
-    option  the option that gave `path`, for the error message; "" for the usual option for plots
+    option  name of the option that gave `path`, for the error message; "" for the option --plot
     """
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"{option or phrase('plot')} {path} must end in .png or .svg")

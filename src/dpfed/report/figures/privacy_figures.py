@@ -154,8 +154,8 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the histogram of the clients' epsilons, for the first run of each group.
 
-    Groups with equal epsilons share their bars. Return None if no group has the epsilons of its
-    clients, as on a public page.
+    Groups whose clients have equal epsilons are drawn as one set of bars. Return None if no group
+    has the epsilons of single clients. A public page leaves these epsilons out.
     """
     found: dict[tuple[float, ...], list[Group]] = {}
     for group in groups:

@@ -281,7 +281,7 @@ def along_axis(table: Table, index: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Return the figure of a histogram that runs recorded in their diagnostics.
+    """Return the figure of one of the histograms that runs write to their files of diagnostics.
 
     An example is the histogram of √v, where v are the second moments of the optimizer. The figure
     shows the first run of each method. With several methods, it shows the last recorded round of

@@ -76,7 +76,7 @@ def pack_key(config: Config) -> Hashable | None:
         model.lora.freeze_a and model.train == "lora"
     )
     # If the frozen weights are drawn from the seed, runs with different seeds have different models
-    # and cannot be packed.
+    # and cannot be computed together.
     frozen_seed = run.seed if seeded else None
     clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
     return repr((data, config.model, frozen_seed, blocks, clipping, computed, _size_of(config)))

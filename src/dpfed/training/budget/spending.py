@@ -119,10 +119,11 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return a few mechanisms that replace those of all clients, and the index of each client's.
+    """Return a few mechanisms, and for each client the index of its mechanism in this list.
 
-    Rates are rounded up and noise multipliers are rounded down. A client's new mechanism therefore
-    costs at least as much privacy as its mechanism in the plan.
+    These mechanisms replace those of the plan, to save time. Rates are rounded up and noise
+    multipliers are rounded down. A client's new mechanism therefore costs at least as much privacy
+    as its mechanism in the plan.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))

@@ -67,7 +67,8 @@ class NotebookBar:
 
     def start(self) -> None:
         with warnings.catch_warnings():
-            # Hide tqdm's advice to install ipywidgets: without it tqdm draws a line of text.
+            # Hide tqdm's advice to install ipywidgets. If ipywidgets is missing, tqdm draws the bar
+            # as a line of text.
             warnings.simplefilter("ignore", TqdmWarning)
             self._bar = tqdm(total=self._total, leave=True)
 

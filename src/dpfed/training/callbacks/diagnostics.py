@@ -38,7 +38,10 @@ POINTS = 5
 
 
 def refuse_real_noise(config: Config) -> None:
-    """Raise DpfedError if a run with real noise asks for diagnostics, which are not private."""
+    """Raise DpfedError if a run with secret noise asks for diagnostics, which are not private.
+
+    Secret noise (`run.noise = "os"`) protects real records. Seeded noise is only for simulations.
+    """
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
             "run.diagnostics reads the clients' states and cannot be released: "
