@@ -170,8 +170,8 @@ def noised_counts(
         rows = np.arange(count)
         passes = [rows[first : first + model.rows] for first in range(0, count, model.rows)]
     else:
-        kind = draws.integers(model.kinds, size=count)
-        passes = list(order_at_places(kind, model.places, model.kinds))
+        place = draws.integers(model.places, size=count)
+        passes = list(order_at_places(place, model.places))
     shares = np.zeros(count)
     for record in passes:
         used = record >= 0

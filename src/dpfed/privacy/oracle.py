@@ -47,8 +47,6 @@ from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
-# Default number of kinds of places, so large that no two places count as one kind.
-MOST_KINDS = 1 << 30
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
     "not enough memory",
@@ -103,13 +101,11 @@ class PassLimits:
                passes of varying size for all batches
     places     number of records in each pass of exact isolation; a number above 1 must be the one
                that `settle_places` tested for this model
-    kinds      number of kinds of places that this test found; values above `places` mean `places`
     """
 
     max_slots: int = 512
     fixed: Sums | None = None
     places: int = 1
-    kinds: int = MOST_KINDS
 
 
 DEFAULT_LIMITS = PassLimits()
@@ -148,7 +144,6 @@ class FleetOracle:
         self._admit = admit
         self.max_slots = limits.max_slots
         self.places = limits.places if self._exact else 1
-        self._kinds = limits.kinds
         self.fixed = None if self._exact else limits.fixed
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
@@ -285,10 +280,7 @@ class FleetOracle:
         steps = self._grid_steps()
         if self._exact:
             several = plan.unit != "record"
-            kinds = min(self._kinds, self.places)
-            exact = ExactSum(
-                self._gradients, self.places, kinds, plan.clip, plan.clipping, steps, several
-            )
+            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps, several)
             return exact.sums(theta, batch, self._log_lost if self._logs_lost else None)
         total = torch.zeros_like(theta, dtype=torch.float32 if steps is None else torch.int64)
         count = torch.zeros_like(self.phi)

@@ -286,9 +286,7 @@ class Client:
                 grid=terms.grid,
                 isolation=self.config.policy.isolation,
             ),
-            PassLimits(
-                self.config.client.max_slots, places=built.model.places, kinds=built.model.kinds
-            ),
+            PassLimits(self.config.client.max_slots, places=built.model.places),
             admit=admit,
         )
         figures = figures_of(terms, built.algorithm)

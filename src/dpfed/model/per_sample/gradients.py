@@ -57,8 +57,6 @@ class PerSample:
     shares_passes  False if records of one pass change the rounding of each other, as in a mixture
                    of experts
     places         number of places in one pass
-    kinds          number of kinds of places; a record has bitwise equal gradients at places of
-                   one kind
     alone          the reason if a pass must have only one record, else None
     """
 
@@ -84,7 +82,6 @@ class PerSample:
         self.rows = rows
         self.shares_passes = not has_experts(model)
         self.places = 1
-        self.kinds = 1
         self.alone: str | None = None
         self._rows_factor = 16.0
         # Each call replaces weights inside the modules, so one thread at a time may run the model.

@@ -9,10 +9,6 @@ Kernels of matrix products, norms and attention have this property if the shape 
 A mixture of experts does not have it, because records choose the sizes of its products. A model
 that computes a maximum over all records of a pass, or asks if any has padding, does not either.
 
-Two places are of one kind if a record has bitwise the same gradient and scores at both. Place p is
-of kind p modulo k, for a small power of two k. Kernels treat places differently mainly because of
-their addresses in memory.
-
 `settle_places` tests the model on its device and in its dtype, with synthetic records only. A model
 that fails the test computes one record at a time.
 """
@@ -32,19 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpfed.model.per_sample.gradients import Batch, PerSample
 from dpfed.model.task import InputSpec
 
-# Numbers of places (records per pass) to choose from if no two places are of one kind.
+# Numbers of places (records per pass) to choose from.
 CHOICES = (1, 2, 4, 8, 16, 32)
-# Number of places if several places are of one kind: 64 and an eighth more. Batch sizes are often
-# powers of two, and some kinds get a few more records than others.
-SHARED_PLACES = 72
-# Numbers of kinds of places to choose from. Places of one kind give bitwise equal results.
-KINDS = (1, 2, 4, 8)
-# Search for places of one kind only if a record's forward pass needs at most this many operations.
-# The search then takes about a second. Larger models gain little from passes of many records.
-MAX_OPERATIONS_TO_SEARCH = 2e7
-# Number of test passes in the search for places of one kind. Each pass holds one record, repeated
-# at all places.
-SEARCH_PASSES = 32
 # Batch size for which `places_for` minimises the time.
 NOMINAL_RECORDS = 32
 # Fixed cost of a pass: the time of OVERHEAD_RECORDS records and of OVERHEAD_OPERATIONS operations.
@@ -65,53 +50,28 @@ def settle_places(
     max_rows: int,
     generator: torch.Generator,
 ) -> None:
-    """Set the numbers of places and kinds, `model.places` and `model.kinds`, for exact isolation.
+    """Set the number of places of a pass with exact isolation, `model.places`.
 
-    Both are 1 if the model fails the test of this file.
+    It is 1 if the model fails the test of this file.
 
     theta          initial values of the P trainable numbers, `[P]`
     augmentations  augmentations of each record; each of them is a row of the pass
     max_rows       most rows in a pass
     generator      draws the synthetic records
     """
-    model.places = model.kinds = 1
+    model.places = 1
     model.alone = None
     if not model.shares_passes:
         model.alone = "mixes the records of a pass, by experts or by its choice of numbers"
         return
-    cost = operations(model, theta, spec, generator)
-    most = max(1, max_rows // augmentations)
-    places = places_for(cost, theta.device.type)
-    while places > most:
+    places = places_for(operations(model, theta, spec, generator), theta.device.type)
+    while places * augmentations > max(1, max_rows):
         places //= 2
     if places <= 1:
         return
     model.alone = failing_part(model, theta, spec, (places, augmentations), generator)
-    if model.alone is not None:
-        return
-    model.places = model.kinds = places
-    if theta.device.type == "cpu" and cost <= MAX_OPERATIONS_TO_SEARCH and most >= SHARED_PLACES:
-        _share_kinds(model, theta, spec, (SHARED_PLACES, augmentations), generator)
-
-
-def _share_kinds(
-    model: PerSample,
-    theta: Tensor,
-    spec: InputSpec,
-    shape: tuple[int, int],
-    generator: torch.Generator,
-) -> None:
-    """Let several places be of one kind if the tests allow it: set `model.places`, `model.kinds`.
-
-    Places of one kind give a record bitwise the same results.
-
-    shape  number of places, and rows of each record (its augmentations)
-    """
-    kinds = kinds_of_places(model, theta, spec, shape, generator)
-    if kinds is None or failing_part(model, theta, spec, shape, generator) is not None:
-        return
-    model.places, _ = shape
-    model.kinds = kinds
+    if model.alone is None:
+        model.places = places
 
 
 def operations(
@@ -239,48 +199,6 @@ def failing_part(
         # Models raise errors of many classes for numbers that are not finite: catch them all.
         return f"cannot compute a pass of {places} places ({type(error).__name__})"
     return None
-
-
-def kinds_of_places(
-    model: PerSample,
-    theta: Tensor,
-    spec: InputSpec,
-    shape: tuple[int, int],
-    generator: torch.Generator,
-) -> int | None:
-    """Return the least number k of kinds in KINDS: place p and place p mod k have equal results.
-
-    Results are compared bitwise. Return None if no number in KINDS is enough. Each test pass holds
-    one synthetic record at all places. The passes differ in record, trainable vector and number of
-    clients.
-
-    shape  number of places, and rows of each record (its augmentations)
-    """
-    places, _ = shape
-    device = theta.device
-    inputs = {name: x.to(device) for name, x in spec.synthetic(SEARCH_PASSES, generator).items()}
-    labels = model.task.examples(SEARCH_PASSES, spec.classes).to(device)
-    passes = _Passes(model, inputs, labels, shape)
-    nobody = torch.zeros(places, dtype=torch.int64, device=device)
-    possible = list(KINDS)
-    for i in range(SEARCH_PASSES):
-        scale = NEAR * (FAR / NEAR) ** (i % 8 / 4)
-        own = theta + scale * torch.randn(len(theta), generator=generator).to(device)
-        clients = own.expand(1 + i % 2, -1).contiguous()
-        contents = _Contents(clients, nobody, nobody + i)
-        try:
-            found = [*passes.grads(contents), passes.scores(contents)]
-        except Exception:
-            # Models raise errors of many classes for large numbers: catch them all.
-            return None
-        possible = [kinds for kinds in possible if all(_by_kind(rows, kinds) for rows in found)]
-    return min(possible, default=None)
-
-
-def _by_kind(rows: Tensor, kinds: int) -> bool:
-    """Return True if each row p of `rows` (results of place p) equals row p mod `kinds` bitwise."""
-    groups = rows.view(-1, kinds, rows.shape[1])
-    return same_bits(groups, groups[:1].expand_as(groups))
 
 
 def _comparisons(

@@ -40,8 +40,6 @@ class ExactSum:
 
     gradients   computes the gradients of the records of a pass
     places      number m of places of a pass; 1 computes one record at a time
-    kinds       number of kinds of places, a divisor of m; places of one kind give a record bitwise
-                the same gradient (privacy/isolation/turns.py)
     clip        clip norm C
     rule        the clipping rule
     grid_steps  `[S]` grid step of each client, of which sums are integer multiples; None for sums
@@ -51,7 +49,6 @@ class ExactSum:
 
     gradients: RecordGradients
     places: int
-    kinds: int
     clip: float
     rule: Clipping
     grid_steps: Tensor | None
@@ -73,8 +70,7 @@ class ExactSum:
         several = self.several or len(batch.unit) > len(batch.owner)
         buffer = theta.new_zeros(self.places if several else 0, theta.shape[1], dtype=torch.float64)
         means = UnitMeans(buffer, sizes[batch.unit])
-        kinds = self.places if several else self.kinds
-        for turn in turns_of(batch, self.places, kinds):
+        for turn in turns_of(batch, self.places):
             own = {name: column[turn.record] for name, column in columns.items()}
             summed, counted = self._pass(theta, own, turn, means, watch)
             total += summed

@@ -1,4 +1,4 @@
-"""Divide a batch into passes in which every record has a place of the kind that its unit drew.
+"""Divide a batch into passes in which every record has the place that its unit drew.
 
 A pass is one forward and backward computation of several records. A place is the position of one
 record in a pass. A unit is one record, or all records of one person. With exact isolation, deleting
@@ -6,18 +6,16 @@ a unit leaves the gradients of all other units bitwise equal.
 
 A pass has m places, and m does not depend on the batch. At a given place, a record's gradient
 depends only on the record, its random keys, its client's parameters and the place. It is bitwise
-independent of the other places. Place p is of kind p modulo k, and places of one kind give a record
-bitwise the same gradient (`model/per_sample/places.py` tests both for each model).
+independent of the other places (`model/per_sample/places.py` tests this for each model).
 
-Every unit draws a place uniformly and independently of all other units. It then gets a place of the
-same kind. Deleting a unit therefore changes no other unit's kind. Units of one kind fill the places
-of this kind, in successive passes. All passes compute the same function, so the number of the pass
-does not matter. No unit is left out, however many units are drawn. Exact isolation therefore adds
-nothing to the delta of differential privacy.
+Every unit draws a place uniformly and independently of all other units. Deleting a unit therefore
+changes no other unit's place. Units that draw the same place use it in successive passes. All
+passes compute the same function, so the number of the pass does not matter. No unit is left out,
+however many units are drawn. Exact isolation therefore adds nothing to the delta of differential
+privacy.
 
-If units can have several records, each place is a kind of its own. All records of a unit then use
-the unit's place, in their own order. Their gradients are always added in this order, so the
-rounding of the unit's mean depends on no other unit.
+All records of a unit use the unit's place, in their own order. Their gradients are always added in
+this order, so the rounding of the unit's mean depends on no other unit.
 """
 
 from __future__ import annotations
@@ -48,12 +46,9 @@ class Turn:
     last: np.ndarray
 
 
-def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
-    """Yield the passes of a batch, each with `places` places; none for an empty batch.
-
-    kinds  number of kinds of places, a divisor of `places`; `places` if a unit has several records
-    """
-    at = order_at_places(batch.place[batch.unit] % kinds, places, kinds)
+def turns_of(batch: DrawnBatch, places: int) -> Iterator[Turn]:
+    """Yield the passes of a batch, each with `places` places; none for an empty batch."""
+    at = order_at_places(batch.place[batch.unit] % places, places)
     unit = batch.unit
     starts = np.diff(unit, prepend=-1) > 0
     ends = np.diff(unit, append=len(batch.owner)) > 0
@@ -64,17 +59,16 @@ def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
         yield Turn(filled, used, starts[filled], ends[filled])
 
 
-def order_at_places(kind: np.ndarray, places: int, kinds: int) -> np.ndarray:
+def order_at_places(place: np.ndarray, places: int) -> np.ndarray:
     """Return the index of the record at each place, `[passes, places]`; -1 for an empty place.
 
-    kind  `[M]` kind of place (0 to `kinds` - 1) of each of the M records; records of one kind keep
-          their order
+    place  `[M]` place (0 to `places` - 1) of each of the M records; records with the same place
+           keep their order
     """
-    loads = np.bincount(kind, minlength=kinds)
-    order = np.argsort(kind, kind="stable")
-    turn = np.empty(len(kind), dtype=np.int64)
-    turn[order] = np.arange(len(kind)) - np.repeat(np.cumsum(loads) - loads, loads)
-    passes = -(-int(loads.max(initial=0)) * kinds // places)
-    at = np.full(passes * places, -1, dtype=np.int64)
-    at[turn * kinds + kind] = np.arange(len(kind))
-    return at.reshape(passes, places)
+    loads = np.bincount(place, minlength=places)
+    order = np.argsort(place, kind="stable")
+    turn = np.empty(len(place), dtype=np.int64)
+    turn[order] = np.arange(len(place)) - np.repeat(np.cumsum(loads) - loads, loads)
+    at = np.full((int(loads.max(initial=0)), places), -1, dtype=np.int64)
+    at[turn, place] = np.arange(len(place))
+    return at

@@ -108,7 +108,6 @@ class CanaryModel:
         self.space = model.space
         self.has_dropout = model.has_dropout
         self.places = model.places
-        self.kinds = model.kinds
 
     def grads(
         self,

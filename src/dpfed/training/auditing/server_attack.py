@@ -167,9 +167,7 @@ class _Target:
             plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
         )
         data = PrivateData(job.model, records, shards, job.private.augmentations)
-        limits = PassLimits(
-            job.config.run.max_slots, places=job.model.places, kinds=job.model.kinds
-        )
+        limits = PassLimits(job.config.run.max_slots, places=job.model.places)
         return self._make(data, terms, limits)
 
     def movement(self, theta: Tensor) -> float:

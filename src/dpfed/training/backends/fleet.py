@@ -204,9 +204,7 @@ class Fleet:
                 grid=job.config.privacy.grid is True,
                 isolation=job.config.privacy.isolation,
             ),
-            PassLimits(
-                self._max_slots, self._fixed_sum(part.clients), self._places, job.model.kinds
-            ),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients), self._places),
             noise=part.noise,
             wait_for_charge=self._wait_for_charge,
         )
