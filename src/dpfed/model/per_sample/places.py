@@ -65,9 +65,10 @@ def settle_places(
     max_rows: int,
     generator: torch.Generator,
 ) -> None:
-    """Set the numbers of places and kinds, `model.places` and `model.kinds`, for exact isolation.
+    """Set `model.places`, the records in a pass of exact isolation, and `model.kinds`.
 
-    Both are 1 if the model fails the test of this file.
+    Kinds are groups of places that give a record bitwise the same results. Both numbers are 1 if
+    one place depends on another.
 
     theta          initial values of the P trainable numbers, `[P]`
     augmentations  augmentations of each record; each of them is a row of the pass
@@ -156,6 +157,8 @@ def expected_passes(records: float, places: int) -> float:
 @dataclass(frozen=True)
 class _Contents:
     """The contents of a test pass of m places: a synthetic record and a client at each place.
+
+    A place is the position of a record in a pass. P is the number of trainable parameters.
 
     theta    the trainable vectors of two clients, `[2, P]`, or of one, `[1, P]`
     client   `[m]` the row of theta of each place

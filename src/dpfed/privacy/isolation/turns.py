@@ -49,9 +49,10 @@ class Turn:
 
 
 def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
-    """Yield the passes of a batch, each with `places` places; none for an empty batch.
+    """Yield the passes of a batch, each with `places` places for records; none for an empty batch.
 
-    kinds  number of kinds of places, a divisor of `places`; `places` if a unit has several records
+    kinds  number of kinds of places, a divisor of `places`. Places of one kind give a record
+           bitwise the same gradient. If a unit has several records, `kinds` must equal `places`.
     """
     at = order_at_places(batch.place[batch.unit] % kinds, places, kinds)
     unit = batch.unit
@@ -65,10 +66,11 @@ def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
 
 
 def order_at_places(kind: np.ndarray, places: int, kinds: int) -> np.ndarray:
-    """Return the index of the record at each place, `[passes, places]`; -1 for an empty place.
+    """Return the index of the record at each place of each pass, `[passes, places]`; -1 for empty.
 
-    kind  `[M]` kind of place (0 to `kinds` - 1) of each of the M records; records of one kind keep
-          their order
+    kind   `[M]` kind of place (0 to `kinds` - 1) that each of the M records needs; records of one
+           kind keep their order
+    kinds  number of kinds; place p is of kind p modulo `kinds`
     """
     loads = np.bincount(kind, minlength=kinds)
     order = np.argsort(kind, kind="stable")
