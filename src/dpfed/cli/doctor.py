@@ -167,7 +167,7 @@ def budget(path: Path) -> dict[str, Any]:
 
 
 def certificates(client: Path | None, keys: Path | None) -> list[dict[str, Any]]:
-    """Return when the certificates that a client.toml and a folder of keys contain expire."""
+    """Return when the certificates in a folder of keys, and that of a client.toml, expire."""
     from dpfed.federation.certificates import validity
     from dpfed.federation.client_config import load_client
     from dpfed.federation.keys import AUTHORITY, SERVER

@@ -144,7 +144,7 @@ class FixedSum:
         return self.loaded_sums(arrays)
 
     def load(self, theta: Tensor, clip: float, first: int = 0) -> None:
-        """Set theta and the clip norm for `len(theta)` clients, beginning with row `first`."""
+        """Set the parameters theta and the clip norm of the clients from row `first` on."""
         self._theta[first : first + len(theta)].copy_(theta)
         self._clip[first : first + len(theta)].fill_(clip)
 

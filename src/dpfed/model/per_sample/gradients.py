@@ -206,7 +206,7 @@ class PerSample:
         """Return the model's scores of all records for the trainable vector `[P]`, without dropout.
 
         The records are computed in several forward passes, with more records per pass on a GPU than
-        on a CPU. After each out-of-memory error on a GPU, the passes are halved and repeated.
+        on a CPU. After an out-of-memory error on a GPU, passes of half the size compute all again.
         """
         weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
         if vector.device.type != "cuda":

@@ -117,6 +117,8 @@ def expected_passes(records: float, places: int) -> float:
 class _Contents:
     """The contents of a test pass of m places: a synthetic record and a client at each place.
 
+    A place is the position of a record in a pass. P is the number of trainable parameters.
+
     theta    the trainable vectors of two clients, `[2, P]`, or of one, `[1, P]`
     client   `[m]` the row of theta of each place
     record   `[m]` index of the synthetic record at each place

@@ -167,8 +167,8 @@ def pool(output: Tensor, attention_mask: Tensor | None) -> Tensor:
 def unmasked(attention_mask: Tensor) -> Tensor:
     """Return True for each token that is not padding: `[M, L]` for M records of L tokens.
 
-    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]` with 0 for a visible token and
-    the lowest number elsewhere. In the second form the last row shows every token.
+    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]`. The second form has 0 for a
+    visible token and the lowest number elsewhere, and its last row shows every token.
     """
     if attention_mask.dim() == 2:
         return attention_mask.bool()

@@ -94,8 +94,8 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
 def unmasked(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return True for each token that is not padding: `[M, L]` for M records of L tokens.
 
-    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]` with 0 for a visible token and
-    the lowest number elsewhere. In the second form the last row shows every token.
+    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]`. The second form has 0 for a
+    visible token and the lowest number elsewhere, and its last row shows every token.
     """
     if attention_mask is None:
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

@@ -128,7 +128,7 @@ def _with_code(file: str, model: Any, task: str, companions: Companions) -> Comp
 def adapter_is_pooled(folder: Path) -> bool:
     """Return True if the adapter in `folder` was trained on a classifier of pooled token vectors.
 
-    The names of the adapter's tensors show this. Old versions of dpfed did not pool.
+    The names of the adapter's tensors show this. Adapters of old versions of dpfed give False.
     """
     try:
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:

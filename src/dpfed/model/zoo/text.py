@@ -97,7 +97,7 @@ class TextSection(PretrainedSection):
 
     @property
     def causal(self) -> bool:
-        """True for a causal language model, if the data have no labels."""
+        """True if the model learns to predict the next token when the data have no labels."""
         return self.is_causal(0)
 
     def encode(self, inputs: Mapping[str, np.ndarray], part: str = "") -> dict[str, np.ndarray]:

@@ -57,7 +57,9 @@ class ExactSum:
     def sums(
         self, theta: Tensor, batch: DrawnBatch, watch: Watch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums and counts of a batch. They have no noise yet.
+        """Return the sums of clipped gradients `[S, P]` and the counts `[S, 1]` of a batch.
+
+        They have no noise yet, so only the oracle may use them.
 
         theta  `[S, P]` parameter vectors of the clients
         watch  called with the records' gradients of each pass; None to watch nothing

@@ -38,16 +38,16 @@ SPREAD_LAYER = 0.3
 # Least value of √(rounds · local steps / cohort) times `schedule` in the formula of the learning
 # rate. In a run of few steps, a weight must not move as far as in a run of many steps.
 SHORTEST_WALK = 3.0
-# Runs of fewer rounds than this get a larger learning rate, because alignment repeats a move of the
-# weights once per later round.
+# Runs of fewer rounds than this get a larger learning rate. Each later round repeats a part of a
+# round's change (alignment), and a short run has few later rounds.
 SHORT_ROUNDS = 20
 # Least value of 1 - `gamma` in the formula. Without it, gamma = 1 would give a learning rate of 0.
 LEAST_DAMPING = 0.01
 # Recommended weight of the last round's change (alignment), and decay of the average over rounds.
 GAMMA = 0.9
 AVERAGE = 0.95
-# For language models: no momentum within a round, because it overweights the first steps, and
-# second moments of blocks of weights, because those of single weights are mostly sampling error.
+# Language models use no momentum within a round, because it overweights the first steps. They use
+# second moments of blocks of weights: those of single weights are mostly sampling error.
 LANGUAGE = {"beta1": 0.0, "bc_level": "block"}
 # Learning rates of a run without noise, before the factor 1-γ: the usual rates of Adam.
 PLAIN_HEAD = 1e-2

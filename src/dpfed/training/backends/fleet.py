@@ -2,7 +2,7 @@
 
 A cohort (the clients of one round) larger than `run.fleet_size` is split into several fleets. Each
 client has its own random streams, so the split changes only the order of additions. If a fleet does
-not fit into the memory of the device, two fleets of half its size repeat the local steps with the
+not fit into the memory of the device, it is halved. The two halves repeat the local steps with the
 same random numbers.
 """
 
@@ -91,8 +91,8 @@ class Fleet:
         self._fixed_fits = True
         self._warned = False
         self._wait_for_charge: WaitForCharge = no_charge
-        # Makes the oracle (noised gradients) of each fleet. An audit replaces this by a class whose
-        # oracles report their releases.
+        # Makes the oracle, which releases noised gradients, of each fleet. An audit replaces it by
+        # a function whose oracles report their releases.
         self.new_oracle: Callable[..., FleetOracle] = FleetOracle
         # Completed and planned local steps of this round, summed over its clients.
         self._steps_done = 0

@@ -36,7 +36,7 @@ class Basis:
     model       the head alone, or the whole model
     records     training records for `model`: features for the head, inputs for the whole model
     test        test records in the same format
-    notes       facts for the user to know
+    notes       sentences to show to the user
     raw_inputs  training inputs from which the features were computed; None without features
     """
 
