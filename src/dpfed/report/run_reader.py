@@ -36,8 +36,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Number of logarithmically spaced rounds at which an epsilon curve is computed. It is small,
-# because the accountant needs some time for each round.
+# Number of rounds, logarithmically spaced, at which an epsilon curve is computed. More rounds would
+# take too long, because the accountant computes each epsilon anew.
 POINTS = 12
 STUDY_FILE = "study.json"
 
@@ -63,7 +63,7 @@ class RunData:
     label_counts: Mapping[str, Any] | None = None
 
     def curve(self, key: str, diagnostics: bool = False) -> dict[int, float]:
-        """Return a measured value over rounds, as a dict from round to value.
+        """Return the values of one metric over the rounds, as a dict from round to value.
 
         key          name of the value
         diagnostics  True to read it from the diagnostics, False to read it from the metrics
@@ -74,7 +74,7 @@ class RunData:
 
     @property
     def last(self) -> int:
-        """Number of the last completed round."""
+        """Number of the last round that is completed."""
         return max((int(row["round"]) for row in self.rows), default=0)
 
     @property
@@ -314,7 +314,7 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
     try:
         found = read_recorded_spending(paths[0])
     except DpfedError as error:
-        # The error message names a folder, which must not appear on a public page.
+        # Use this sentence on a public page in place of the error message, which names a folder.
         hidden = "the ledger could not be read, so this page has no epsilon from it"
         return Group(label, tuple(runs), trouble=hidden if public else str(error))
     epsilons = () if public else tuple(float(value) for value in found.epsilons)
@@ -331,8 +331,8 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Compare all settings, also those that a public page hides: runs on different data belong
-        # to different groups.
+        # Compare all settings, even those that a public page hides. Otherwise runs on different
+        # data could form one group.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)

@@ -16,7 +16,8 @@ from dpfed.errors import DpfedError, phrase
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
-# Order of the methods in tables, as in the DP-FedAdamW paper. REFERENCE comes last.
+# Order of the methods in tables, as in the DP-FedAdamW paper. The method REFERENCE, with which the
+# others are compared, is last.
 ORDER = (
     "dp-fedavg",
     "dp-scaffold",
@@ -103,8 +104,9 @@ def everything(base: Config, registry: Registry) -> list[str]:
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        # This variant of DP-FedSAM spends as much epsilon as the other methods. With a target
-        # epsilon it is not needed, because every method then spends the target.
+        # This variant of DP-FedSAM has more noise, so that it spends as much epsilon as the other
+        # methods. With a target epsilon every method spends the target, so the variant is not
+        # needed.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)

@@ -195,7 +195,10 @@ def preset_arms(
 
 
 def _unchanged(arms: Sequence[Arm], name: str, base: Config, registry: Registry) -> str | None:
-    """Return the label of the arm that leaves the base configuration unchanged, or None."""
+    """Return the label of the arm that does not change the base configuration; None if none.
+
+    An arm is a method with its settings.
+    """
     plain = make_arm(name, name, registry, {})
     tables = to_dict(base)
     start = tuple(grid[0] for grid in plain.space)

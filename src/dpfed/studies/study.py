@@ -37,7 +37,8 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# The seeds of the search begin at run.seed + TUNING_SEED, far above the seeds of reported runs.
+# The seeds of search runs begin at run.seed + TUNING_SEED. They are so far above the seeds of
+# reported runs that no seed is used for both.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -88,9 +89,13 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm. `point` has its best learning rates, or None if a run has failed.
+    """The results of an arm: a method with its settings.
 
-    tuned  validation score of each point (learning rates) that the search tried
+    point     the best learning rates; None if a run has failed
+    tuned     validation score of each point (learning rates) that the search tried
+    at_edge   True if better rates may lie outside the tried rates
+    reported  outcomes of the runs that the table reports
+    failed    the reason why there are no results, or None
     """
 
     arm: Arm
@@ -204,7 +209,7 @@ class Progress:
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return the number of runs of the study, as far as it follows from the ended runs."""
+        """Return the number of runs that the study needs, as far as the ended runs determine it."""
         study = self.study
         live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
@@ -264,7 +269,8 @@ def make_task(
     changes: dict[str, Any] = {"seed": run.seed + seed, "eval_on": "test"}
     phase = f"seed {run.seed + seed}"
     if tuning:
-        # The search needs only the last score. With a privacy budget, any round may be the last.
+        # The search needs only the score after the last round. With a privacy budget, clients may
+        # run out of it early, so that any round may be the last.
         every = run.rounds if config.privacy.budget is None else run.eval_every
         seed_of_search = run.seed + TUNING_SEED + seed
         changes = {"seed": seed_of_search, "eval_on": "validation", "eval_every": every}
@@ -272,7 +278,8 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # All versions of dpfed compute this key alike, so that a newer one can resume the study.
+    # Leave out `given` if it is empty. Older versions of dpfed computed the key without it, and a
+    # newer version must find their runs.
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -315,7 +322,8 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            # The operating system releases this lock when the process ends, even if it is killed.
+            # The operating system releases this lock when the process ends, also if the process is
+            # killed.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
@@ -380,7 +388,8 @@ def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # The models of search runs are not kept, but a killed study may have left one.
+            # A search run does not keep its model, but a killed study may have left the file.
+            # Delete it.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

@@ -218,8 +218,8 @@ def load(
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
     """Return the layout of the data set at `path` (its file names and format), and its files.
 
-    Return None if no data are found. For an archive the layout is None: `from_archive` finds it
-    when it reads the archive.
+    Return None if no data are found. For an archive the returned layout is None, because only
+    `from_archive` finds out the layout.
     """
     if path.is_file():
         return None, [path]

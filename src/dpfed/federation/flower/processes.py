@@ -38,9 +38,10 @@ MARK = "dpfed: "
 # Seconds that a keeper has to end its processes, before it is killed.
 ENDING_S = 12.0
 COMMAND_S = 300.0
-# Longest wait in seconds for a port. After a server is killed, its keeper frees the port soon.
+# Longest wait in seconds until a port is free. The keeper of a killed server frees its port soon.
 PORT_S = 10.0
-# Name of the server's SuperLink in Flower's configuration file, which `flwr` commands use.
+# Name under which Flower's configuration file lists the server's SuperLink. The `flwr` commands
+# find the SuperLink by this name.
 LINK_NAME = "dpfed"
 
 
@@ -60,7 +61,7 @@ class Process:
     address: Address
 
     def alive(self) -> None:
-        """Raise StoppedError if the keeper, and so the SuperLink or SuperNode, has ended."""
+        """Raise StoppedError if the keeper has ended, and with it the SuperLink or SuperNode."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
@@ -196,8 +197,8 @@ def supernode(
         refuse_insecure(server)
         arguments += ["--insecure"]
     else:
-        # Flower's SuperNode uses its key only over TLS. Its connection ends at the guard, so the
-        # guard needs a certificate.
+        # Flower's SuperNode uses its key only over TLS. Its TLS connection ends at the guard, so
+        # the guard needs a certificate for this machine.
         authority, *found = keys.make_local(home / "local")
         tls = [str(path) for path in found]
         arguments += ["--root-certificates", str(authority)]
@@ -325,7 +326,7 @@ def log_size(log: Path) -> int:
 
 
 class Notes:
-    """The notes of the guard (reverse proxy): lines that it writes to a log from now on."""
+    """Reads the lines that the guard (reverse proxy) writes to a log, from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -64,9 +64,9 @@ class Rounds:
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
     """Return the probability that a client takes part in a round, as the third party knows it.
 
-    It is S/(N-c) for a cohort of S clients, N clients in all and c colluding clients. They tell the
-    third party in which rounds none of them was drawn. In such a round, the S clients were drawn
-    from only N-c clients.
+    It is S/(N-c) for a cohort of S clients, N clients in all and c colluding clients. The colluding
+    clients tell the third party in which rounds none of them was drawn. In such a round, the S
+    clients were drawn from only N-c clients.
     """
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")
@@ -118,11 +118,12 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
 
 
 def as_seen(view: View, plan: Rounds) -> Rounds:
-    """Return the plan with the participation that counts for this view (an observer).
+    """Return the plan with the participation that an observer (`view`) has to be assumed to know.
 
     server_worst     the client takes part in every round
     server_expected  the client takes part in the expected number of rounds
-    third_party      the plan itself: the third party does not know who takes part
+    third_party      the plan itself: this observer, who sees only the global models, does not know
+                     who takes part
     """
     if view == "server_worst":
         return replace(plan, probability=1.0)

@@ -34,9 +34,10 @@ from dpfed.privacy.accounting.rdp import (
     rdp_of_step,
 )
 
-# A PLD epsilon may exceed the RDP epsilon by this relative amount: PLD rounds losses up to a grid.
+# A PLD epsilon may exceed the RDP epsilon by this relative amount, because PLD rounds privacy
+# losses up to grid points.
 _RDP_SLACK = 1e-6
-# The largest epsilon of a privacy profile; e^epsilon overflows above 709.
+# Largest epsilon in a privacy profile. Above 709, e^epsilon overflows in float64.
 _LARGEST_NODE = 700.0
 
 
@@ -60,8 +61,8 @@ def epsilon_of_terms(
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # Begin with a grid width (interval) of at least 1e-4. The RDP estimate is inaccurate for a
-    # small epsilon, so the grid width that follows from it may be needlessly fine.
+    # Begin with a grid width (`interval`) of at least 1e-4, and refine it if needed. For a small
+    # epsilon the RDP estimate is inaccurate, and the grid that it asks for may be needlessly fine.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)

@@ -26,10 +26,10 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-# Default of the option that divides parameters into blocks, for algorithms without this option.
+# The way to divide parameters into blocks, for algorithms without an option for this.
 BLOCKS = {"granularity": "block"}
-# Number of runs in a pack with `--pack auto`. More runs would gain little speed and need more
-# memory.
+# Number of runs that `--pack auto` trains together on a GPU. More runs would gain little speed and
+# need more memory.
 MAX_RUNS = 16
 
 
@@ -83,7 +83,7 @@ def pack_key(config: Config) -> Hashable | None:
 
 
 def _size_of(config: Config) -> tuple[Hashable, ...]:
-    """Return the settings that determine the number of steps and the records in each step."""
+    """Return the settings that determine the size of a run: its number of steps, and the records in each."""
     privacy, run = config.privacy, config.run
     size: tuple[Hashable, ...] = (
         run.rounds,
@@ -134,8 +134,8 @@ class Pack:
             self._left.add(number)
             sums = self._sum
         if sums is not None:
-            # Release the lock first: `sums.leave` may compute a whole pass, and other runs need the
-            # lock meanwhile.
+            # Release the lock before `sums.leave`, which may compute a whole pass of all other
+            # runs. These runs need the lock during the pass.
             sums.leave(number)
 
     def end(self) -> None:
@@ -269,8 +269,8 @@ def run_batched(
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
     """Call `work` with each number below `count` in its own thread, and wait for all threads."""
-    # Run each thread in a copy of the context variables, because some of them hold a model or data
-    # that the user has given.
+    # Give each thread its own copy of the context variables, because some of them hold the model or
+    # the data that the user has passed.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

@@ -35,7 +35,7 @@ Stop = Callable[[], None]
 
 
 def never_stop() -> None:
-    """Do nothing, so that the run continues: the `stop` of a run that no signal can stop."""
+    """Do nothing: the function `stop` of a run that no signal can stop."""
 
 
 class Execution(ABC):
@@ -64,7 +64,7 @@ class Execution(ABC):
         """
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
-        """Return the job, completed with values from its run folder, such as a secret key."""
+        """Return the job after adding values that its run folder stores, such as a secret key."""
         return job
 
     @abstractmethod

@@ -74,7 +74,8 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True after a process was lost or did not finish a round: every later operation would fail.
+        # True if a process was lost or did not finish a round. Every later operation of the group
+        # would then fail.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -154,7 +155,8 @@ class Group:
         Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
-            # A process is lost, so a shutdown would fail. The end of this process frees the group.
+            # A process is lost, so an orderly shutdown of the group would fail. The group ends with
+            # this process.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -208,7 +210,8 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # NCCL then raises an error if another process is lost, instead of killing this process.
+        # If another process is lost, NCCL then raises an error in this process instead of killing
+        # it.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -259,8 +262,8 @@ class Distributed:
         try:
             return self._together(t, state, clients), len(clients)
         except BaseException:
-            # The other processes still compute this round and would not understand a command. Mark
-            # the group as broken, so that `close` does not send STOP.
+            # The other processes are still computing this round and cannot receive a command. Mark
+            # the group as broken, so that `close` does not send STOP, which would be a deadlock.
             self._group.broken = True
             raise
 
@@ -385,7 +388,8 @@ def fingerprint(job: Job) -> str:
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     private = job.private
-    # Hash inputs, not features: two machines may round the features of one input differently.
+    # Hash the inputs, not the features. Two machines may round the features of one input
+    # differently.
     inputs = private.records.inputs if private.raw_inputs is None else private.raw_inputs
     for x in [private.shards.records, job.theta, private.records.labels, *inputs.values()]:
         flat = torch.as_tensor(x).detach().reshape(-1).contiguous().view(torch.uint8)

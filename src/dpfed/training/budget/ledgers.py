@@ -78,7 +78,8 @@ def _open_or_create(
 ) -> Ledger:
     """Return the open ledger at `path`; create it with `statement` if missing.
 
-    lost       end of the error message if the ledger must exist and is missing; None: create it
+    lost       end of the error message for a missing ledger that must exist; None if it may be
+               created
     statement  facts that a new ledger stores
     """
     if path.exists():
@@ -114,7 +115,8 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
 
 
 def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
-    # Do not compare `eligible` (numbers of clients and rounds): it changes when rounds are added.
+    # Leave out `eligible` (pairs of numbers of clients and rounds) from the comparison, because it
+    # changes when rounds are added to a run.
     compared = statement.keys() - {"eligible"}
     if ledger.meta.get("uncounted") is False:
         # Do not compare `uncounted` if the ledger has False: earlier versions wrote False even if

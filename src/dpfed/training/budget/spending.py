@@ -304,7 +304,8 @@ class Spending:
             return largest_epsilon(population, delta)
         kinds, kind_of_client = plan.kinds()
         if len(kinds) > MAX_EXACT_KINDS and prior:
-            # Do not use `coarser` here: its larger epsilon could exceed the planned server_worst.
+            # Do not use the mechanisms of `coarser` here: they cost more privacy, so the result
+            # could exceed the planned `server_worst`.
             return self._budget.planned.server(int(self.rounds_taken.max()))
         if len(kinds) > MAX_EXACT_KINDS:
             kinds, kind_of_client = coarser(plan)
@@ -325,8 +326,9 @@ class Spending:
         planned = self._budget.planned
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        # The planned third_party epsilon assumes secret, random participation. It does not hold
-        # with repeated rounds, clients that decide themselves, or a cap (public round counts).
+        # The planned third_party epsilon (for an observer of the global models) assumes that
+        # participation is secret and random. Repeated rounds, a cap, and clients that choose
+        # themselves break this.
         repeated = any(n > 1 for n in self._attempts.values())
         secret = not repeated and not self._by_choice and planned.cap is None
         return {
