@@ -26,7 +26,7 @@ from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round
 from dpfed.training.server_state import State
 
-# Accuracy, loss and epsilon of a round without an evaluation.
+# Accuracy, loss and epsilon of a round that is not evaluated.
 UNSCORED = (None, None, None)
 
 
@@ -76,7 +76,8 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # A lost round leaves the state unchanged, but its privacy cost remains.
+                    # A round without enough answers (a lost round) does not change the state, but
+                    # its privacy cost remains.
                     pass
                 finally:
                     wait_for_charge()

@@ -291,7 +291,7 @@ class Ledger:
                 yield self._row(columns)
 
     def rounds_charged(self, run: str, part: str = "train") -> list[int]:
-        """Return the numbers of the rounds of this run with a charge for `part`, also a void one."""
+        """Return the numbers of the rounds of a run that have a charge for `part`, even a void one."""
         query = "SELECT DISTINCT round FROM charge WHERE run = ? AND part = ? ORDER BY round"
         return [int(round_) for (round_,) in self._query(query, run, part)]
 

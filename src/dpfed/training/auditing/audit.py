@@ -77,9 +77,8 @@ class Bounds:
         A canary that is in the data shifts the released gradient sums along its direction.
         """
         ratio = ratio_bound(found.shifts, self.confidence)
-        # `ratio_bound` is about the noise multiplier of the sum, and `_epsilon_at` about that of
-        # the plan. With quantile clipping the plan's multiplier is smaller, because it covers sum
-        # and count.
+        # `ratio_bound` is about the noise multiplier of the sum, `_epsilon_at` about that of the
+        # plan. With quantile clipping the latter is smaller, because it covers sum and count.
         ratio /= self.setting.plan.clipping.sum_multiplier(1.0)
         shifts = self._report(seen, "Gaussian noise", self._epsilon_at(ratio), coins)
         return [*self.of_guesses(seen, found.scores, coins), shifts]

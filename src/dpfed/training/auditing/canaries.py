@@ -179,7 +179,7 @@ def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
 
 
 def _without_code(view: Augmentations) -> Augmentations:
-    """Return the augmentations, changed so that they leave the input CODE (marks canaries) as it is."""
+    """Return the augmentations without effect on the input CODE, which marks canaries."""
 
     def augment(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         others = {name: x for name, x in inputs.items() if name != CODE}

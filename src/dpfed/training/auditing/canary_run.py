@@ -152,9 +152,8 @@ class Recorder:
             seen = along - known if self._independent else along
             self._all.gradients.add(Step(rows, seen, 1.0, summed, spread, noise))
             self._all.draws.add(start + k, rows, [drawn[k] for drawn in self._drawn], noise)
-        # A training step goes against the gradient. Divided by the learning rate, a canary in the
-        # data makes its component of the message negative. If the client diverges, the component is
-        # NaN.
+        # A training step goes against the gradient, so a canary in the data makes its component of
+        # the message negative. The component is NaN if the client diverges.
         delta = self.directions.along(result.message["delta"]) / float(ctx.lr)
         self._all.messages[rows] -= np.nan_to_num(delta)
 
@@ -177,8 +176,8 @@ class AuditedOracle(FleetOracle):
         ]
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        # The oracle has released the gradients, so each of its passes (forward and backward) fits
-        # into memory by now.
+        # Call the oracle's own release first. It makes passes (forward and backward computations)
+        # so small that the next computation fits into memory.
         mean, phi = super()._release(theta, batch)
         known, _ = self._clipped_sum(theta, without_canaries(batch, self._codes))
         steps = self._grid_steps()

@@ -146,7 +146,7 @@ def _measured(
 
 
 def canary_rows(job: Job, client: int, count: int) -> np.ndarray:
-    """Return the record indices of a client's canaries: the first record of its first `count` units."""
+    """Return record indices of a client's canaries: the first record of its first `count` units."""
     shards = job.private.shards
     first = int(shards.clients[client])
     rows: np.ndarray = shards.records[shards.units[first : first + count]]

@@ -56,7 +56,7 @@ class AuditSetting:
         return np.asarray(each[which])
 
     def epsilon_at(self, ratio: float) -> float:
-        """Return the largest epsilon of all clients with noise that is `ratio` times smaller than planned."""
+        """Return the largest epsilon of all clients with noise that is `ratio` times smaller."""
         return max(epsilon(h, self.delta) for h in self._histories(ratio))
 
     def curve_at(self, ratio: float) -> Least:

@@ -83,7 +83,7 @@ def pack_key(config: Config) -> Hashable | None:
 
 
 def _size_of(config: Config) -> tuple[Hashable, ...]:
-    """Return the settings that determine the size of a run: its number of steps, and the records in each."""
+    """Return the settings that determine the number of steps of a run and the records per step."""
     privacy, run = config.privacy, config.run
     size: tuple[Hashable, ...] = (
         run.rounds,

@@ -263,7 +263,7 @@ class Distributed:
             return self._together(t, state, clients), len(clients)
         except BaseException:
             # The other processes are still computing this round and cannot receive a command. Mark
-            # the group as broken, so that `close` does not send STOP, which would be a deadlock.
+            # the group as broken, so that `close` does not send STOP.
             self._group.broken = True
             raise
 

@@ -104,8 +104,8 @@ def _recorded_or_not(
     part   "model" or "adapter"
     """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
-        # The path does not exist. Without an error, the run would ignore a misspelt path and begin
-        # with a new adapter.
+        # The folder has no adapter. Without this error, a misspelt path would begin a run with a
+        # new adapter.
         remedy = "give a folder written by peft"
         raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
     try:

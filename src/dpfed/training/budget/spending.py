@@ -326,9 +326,8 @@ class Spending:
         planned = self._budget.planned
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
-        # The planned third_party epsilon (for an observer of the global models) assumes that
-        # participation is secret and random. Repeated rounds, a cap, and clients that choose
-        # themselves break this.
+        # The planned third_party epsilon assumes secret, random participation. It does not hold
+        # with repeated rounds, a cap (public round counts), or clients that decide themselves.
         repeated = any(n > 1 for n in self._attempts.values())
         secret = not repeated and not self._by_choice and planned.cap is None
         return {

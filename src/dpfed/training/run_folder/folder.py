@@ -193,7 +193,8 @@ class RunFolder:
         self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        # Ignore errors: on a full disk closing fails too, and its error would hide the first one.
+        # Ignore errors here. On a full disk closing fails too, and its error would hide the first
+        # error.
         with suppress(OSError):
             self._metrics.close()
         self._lock.close()
