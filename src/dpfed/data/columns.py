@@ -128,8 +128,8 @@ class Columns:
 def is_missing(value: Any) -> bool:
     """Return True for None, NaN, and the missing values NA and NaT of pandas.
 
-    The values of pandas are recognized by the name of their class, because the comparison of NA
-    with a value gives no True or False.
+    The values of pandas are recognized by the name of their class, because a comparison with NA
+    gives neither True nor False.
     """
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True

@@ -220,8 +220,8 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
     tensors = {
         name: value.detach().cpu().contiguous().clone() for name, value in message.fields.items()
     }
-    # Store all terms as one JSON text under one key. safetensors does not keep the order of several
-    # keys, and equal messages must have equal bytes.
+    # Store all fields except tensors as one JSON text under one key. safetensors does not keep the
+    # order of several keys, and equal messages must have equal bytes.
     return save_tensors(tensors, metadata={"dpfed": text})
 
 

@@ -87,8 +87,7 @@ def check_training(
 ) -> str | None:
     """Return None, or the reason to refuse a request to train.
 
-    One local step executes `mechanism`. `history` has the mechanisms that this client has executed
-    so far.
+    `mechanism` is that of a local step; `history` has those that this client has executed so far.
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")

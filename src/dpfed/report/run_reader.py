@@ -135,10 +135,10 @@ class Privacy:
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return (rounds, server's epsilon after each, third party's epsilon after each).
+        """Return (rounds, epsilons against the server, epsilons against a third party).
 
-        The epsilons are planned ones. If the third party's epsilon does not hold, the server's
-        epsilon replaces it.
+        The third party sees only the global models. The epsilons are planned ones, one after each
+        round. If the third party's epsilon does not hold, it is replaced by the server's.
         """
         at, server, third = over_rounds(self.planned)
         return at, server, server if self.void else third
@@ -234,9 +234,10 @@ def number(value: Any) -> float | None:
 
 @lru_cache(maxsize=64)
 def over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return (rounds, server's epsilon after each, third party's epsilon after each), as planned.
+    """Return (rounds, epsilons against the server, epsilons against a third party), as planned.
 
-    The rounds are those that `rounds_shown` selects.
+    The third party sees only the global models. The rounds are those that `rounds_shown` selects,
+    and each has two epsilons.
     """
     at = rounds_shown(planned.rounds)
     return (

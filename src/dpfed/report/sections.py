@@ -140,7 +140,7 @@ def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
 
 
 def bold(text: str) -> str:
-    """Return the text escaped and in bold, as HTML."""
+    """Return a text as HTML: in bold, with special characters escaped."""
     return Markup("<strong>{}</strong>").format(text)
 
 

@@ -131,7 +131,7 @@ def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Return the text with the special characters of LaTeX escaped."""
+    """Return a text in which the special characters of LaTeX are escaped."""
     return text.translate(_LATEX)
 
 

@@ -170,7 +170,7 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def work(connection: Connection, gpu: str | None) -> None:
-    """Receive packs of runs and compute them until the connection closes.
+    """Receive packs (runs to compute together) and compute them until the connection closes.
 
     This is the main function of a worker process.
 
@@ -241,7 +241,7 @@ def run_pack(
 
 
 def cache_purpose(tables: Mapping[str, Any]) -> str:
-    """Return a text that is equal for runs that can use the same cached objects.
+    """Return a string that is equal for all runs that can use the same cached objects.
 
     Cached objects, such as the model, depend on the data, model, device and precision of a run.
     """
@@ -275,7 +275,7 @@ def run_one(
     A run that stopped early has not failed, because it has written its results.
 
     sources  loaded data, by their configuration
-    place    connects the run with the other runs of its pack; None for a single run
+    place    connects the run with other runs that are computed together; None for a single run
     cache    objects that an earlier run has prepared, such as the model; None to prepare all anew
     """
     from dpfed.config import build

@@ -182,7 +182,7 @@ def winners(scored: Scores) -> list[Point]:
 
 
 def decision(scored: Scores) -> str:
-    """Return a text that says whether accuracy or loss selected the best point."""
+    """Return a text that says if accuracy or loss selected the best learning rates."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if chosen.accuracy is None:
@@ -196,7 +196,7 @@ def decision(scored: Scores) -> str:
 
 
 def lost(scored: Scores) -> bool:
-    """Return True if no tried point led to a better model than one that ignores its input.
+    """Return True if no tried learning rate led to a better model than one that ignores its input.
 
     A model is better if its accuracy is clearly higher or its loss clearly lower.
     """
@@ -225,7 +225,7 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point to try: an already tried point with the value of one key changed.
+    """Return the next learning rates to try: tried ones, with the value of one key changed.
 
     Keys whose best value is the smallest or largest tried value are changed first, in turn.
     """

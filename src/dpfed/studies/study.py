@@ -37,8 +37,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# The seeds of search runs begin at run.seed + TUNING_SEED. They are so far above the seeds of
-# reported runs that no seed is used for both.
+# The seeds of search runs begin at run.seed + TUNING_SEED, far above those of reported runs.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -70,8 +69,7 @@ class Study:
     def asked(self) -> dict[str, Any]:
         """The description as JSON values. Studies are identical if these values are equal."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Leave out these keys if they have their defaults. Older versions of dpfed did not store
-        # the keys, and an older description must still be equal.
+        # Older versions of dpfed did not store these keys, and older descriptions must stay equal.
         for key, default in (("search_seeds", 1), ("given", "")):
             if plain[key] == default:
                 del plain[key]
@@ -79,7 +77,7 @@ class Study:
 
     @property
     def measure(self) -> Measure:
-        """The kind of score, accuracy or R2, by which the table compares the arms."""
+        """The kind of score, accuracy or R2, by which the table compares the methods."""
         return measure_of(str(self.base["model"].get("task")))
 
     @property
@@ -89,13 +87,9 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm: a method with its settings.
+    """The results of an arm (a method). `point`: best learning rates, None if a run has failed.
 
-    point     the best learning rates; None if a run has failed
-    tuned     validation score of each point (learning rates) that the search tried
-    at_edge   True if better rates may lie outside the tried rates
-    reported  outcomes of the runs that the table reports
-    failed    the reason why there are no results, or None
+    tuned  validation score of each point (learning rates) that the search tried
     """
 
     arm: Arm
@@ -181,7 +175,7 @@ class Progress:
         return largest([arm.space for arm in self.study.arms])
 
     def _working_arms(self) -> list[int]:
-        """Return the numbers of the arms without a failed run."""
+        """Return the numbers of the arms (methods with their settings) without a failed run."""
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
@@ -209,7 +203,7 @@ class Progress:
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return the number of runs that the study needs, as far as the ended runs determine it."""
+        """Return the number of runs that the study needs, as far as ended runs determine it."""
         study = self.study
         live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
@@ -233,7 +227,7 @@ class Progress:
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return a value that is equal for arms with equal settings, which share their runs."""
+        """Return a value that is equal for methods with equal settings, which share their runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -269,8 +263,7 @@ def make_task(
     changes: dict[str, Any] = {"seed": run.seed + seed, "eval_on": "test"}
     phase = f"seed {run.seed + seed}"
     if tuning:
-        # The search needs only the score after the last round. With a privacy budget, clients may
-        # run out of it early, so that any round may be the last.
+        # The search needs only the last score. With a privacy budget, any round may be the last.
         every = run.rounds if config.privacy.budget is None else run.eval_every
         seed_of_search = run.seed + TUNING_SEED + seed
         changes = {"seed": seed_of_search, "eval_on": "validation", "eval_every": every}
@@ -278,8 +271,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # Leave out `given` if it is empty. Older versions of dpfed computed the key without it, and a
-    # newer version must find their runs.
+    # Leave out an empty `given`: older versions of dpfed computed the key without it.
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -322,8 +314,7 @@ def claim(out: Path, study: Study, force: bool) -> TextIO:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")
         try:
-            # The operating system releases this lock when the process ends, also if the process is
-            # killed.
+            # The operating system releases this lock when the process ends, even if it is killed.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DpfedError(
@@ -350,7 +341,7 @@ def conduct(
     on_run: Callable[[EndedRun], None] = lambda ended: None,
     packing: Packing = ALONE,
 ) -> list[ArmResult]:
-    """Run all tasks of the study that have no result yet, and return the results of the arms.
+    """Run all tasks of the study that have no result yet, and return the results of all methods.
 
     on_run  is called for each ended run, also if an earlier process has finished the run
     """
@@ -388,8 +379,7 @@ def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # A search run does not keep its model, but a killed study may have left the file.
-            # Delete it.
+            # A search run keeps no model, but a killed study may have left the file.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

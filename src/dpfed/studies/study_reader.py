@@ -108,7 +108,7 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from its JSON form, which has lists instead of tuples."""
+    """Return an arm (method with its settings) from its JSON form, which has lists, not tuples."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})

@@ -215,8 +215,8 @@ def _ready(
 def may_overlap(job: Job) -> bool:
     """Return True if a round may begin before the previous round is checked for NaN and infinity.
 
-    Return False with real noise. With overlap, a failed check would end the run after the ledger is
-    charged for a next round that is of no use.
+    Return False with secret noise (`run.noise = "os"`). With overlap, a failed check would end the
+    run after the ledger is charged for a next round that is of no use.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 

@@ -76,8 +76,7 @@ class RoundLoop:
                     mean, answered = self.backend.run_cohort(t, state, cohort, wait_for_charge)
                     state = aggregate(self.job, t, state, cohort, mean, answered)
                 except LostRoundError:
-                    # A round without enough answers (a lost round) does not change the state, but
-                    # its privacy cost remains.
+                    # A lost round leaves the state unchanged, but its privacy cost remains.
                     pass
                 finally:
                     wait_for_charge()

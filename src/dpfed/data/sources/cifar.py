@@ -341,7 +341,7 @@ def unpickle(data: bytes, label: str) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """Return a name from a pickle as text. Python 2 wrote names as bytes."""
+    """Return a name from a pickle as a string. Python 2 wrote names as bytes."""
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 

@@ -108,8 +108,8 @@ class Keeper:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # Start this process before the guard's thread, because forking a program with several
-        # threads can cause a deadlock.
+        # Start this process before the thread of the guard (reverse proxy). Forking a program with
+        # several threads can cause a deadlock.
         self._main = start(plan.command)
         self._executor: subprocess.Popen[bytes] | None = None
         self._waiting_since: float | None = None
@@ -206,7 +206,8 @@ def main() -> None:
             keeper.order(line)
         keeper.step()
     code = keeper.end()
-    # Use os._exit, because sys.exit could wait for the guard's thread, which does not end.
+    # Use os._exit. sys.exit could wait for the thread of the guard (reverse proxy), which does not
+    # end.
     os._exit(code if 0 <= code < 256 else 1)
 
 

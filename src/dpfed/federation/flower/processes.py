@@ -61,14 +61,14 @@ class Process:
     address: Address
 
     def alive(self) -> None:
-        """Raise StoppedError if the keeper has ended, and with it the SuperLink or SuperNode."""
+        """Raise StoppedError if the keeper, which runs the SuperLink or SuperNode, has ended."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
             )
 
     def order(self, line: str) -> None:
-        """Send a line to the keeper, such as "freeze". Raise no error if the keeper has ended."""
+        """Send an order such as "freeze" to the keeper process; raise no error if it has ended."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(line.encode() + b"\n")
@@ -333,7 +333,7 @@ class Notes:
         self._read = log_size(log)
 
     def new(self) -> list[str]:
-        """Return the complete lines that the guard has written since the last call."""
+        """Return the complete lines that the guard (reverse proxy) wrote since the last call."""
         if log_size(self._log) <= self._read:
             return []
         with self._log.open("rb") as file:

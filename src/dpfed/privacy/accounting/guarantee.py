@@ -258,7 +258,8 @@ class Planned:
     def server_after(self, rounds: int) -> float:
         """Return the largest epsilon of a client against the server after `rounds` rounds of a run.
 
-        The client took part in as many of these rounds as the cap on its rounds allows.
+        The client took part in all these rounds, or in as many as the limit on its rounds (cap)
+        allows.
         """
         return self.server(self.rounds_of_client(rounds))
 
@@ -328,7 +329,7 @@ def assumptions(
     """Return the text that states what an epsilon means.
 
     It names delta, the neighbouring relation, the protected unit, sampling, noise, accountant and
-    the cap on a client's rounds.
+    the limit on a client's rounds.
     """
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"

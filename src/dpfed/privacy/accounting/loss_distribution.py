@@ -275,5 +275,5 @@ def rounding(steps: int) -> float:
 
 
 def steps_of(terms: tuple[Term, ...]) -> int:
-    """Return the number of steps of all terms together."""
+    """Return the number of steps in all terms (groups of equal rounds) together."""
     return sum(term.steps * term.rounds for term in terms)

@@ -68,7 +68,7 @@ def epsilon_of_terms(
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # Stop too if epsilon is 0 or infinite: a finer grid would not change it.
+        # Also stop if epsilon is 0 or infinite, because a finer grid would not change it.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted
@@ -207,7 +207,8 @@ def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)
-        # Accept a grid width over 1e-4: epsilon is then over 200, and delta(0) is 1 on any grid.
+        # Accept any grid that is wider than 1e-4. Epsilon is then over 200, and delta(0) is 1 on
+        # any grid.
         if interval <= wanted or interval > 1e-4:
             return distribution
         interval = wanted

@@ -60,7 +60,7 @@ def row_hash(fields: Sequence[object]) -> str:
 def nameable(text: object) -> bool:
     """Return True if this can be the name of a run, client or part in the ledger.
 
-    A name is a text of 1 to 200 printable characters.
+    A name is a string of 1 to 200 printable characters.
     """
     return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
 

@@ -29,11 +29,11 @@ from dpfed.training.job.job import Job
 
 # The attacked data set has at most this many units (a unit is one record, or a person's records).
 MAX_UNITS = 48
-# Exact isolation allows one unit to change a sum by the clip norm C. Rounding in float64 may add
-# this fraction of C.
+# Exact isolation lets a unit change a sum by the clip norm C at most. Rounding in float64 may add
+# this fraction of C to the change.
 SLACK = 1e-6
-# Largest absolute entry of a theta that is tried. Far larger entries overflow, and every gradient
-# is then zero.
+# Largest absolute element of a tried theta. If elements are far larger, the computation overflows
+# and every gradient is set to zero.
 LARGEST = 800.0
 # Probability that the attack draws the next theta at random. Otherwise it changes the best theta so
 # far at random.

@@ -145,9 +145,9 @@ class Pack:
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """Return the object that computes the clipped sums of `runs` runs together.
+        """Return a new `FixedSum`, which computes the clipped sums of `runs` runs together.
 
-        If the GPU has no memory for all runs, each pass computes as many runs as fit.
+        If the GPU has no memory for all runs, it computes as many runs together as fit.
         """
         job = self._first
         assert job is not None
@@ -203,11 +203,11 @@ def _pass_of(job: Job) -> tuple[int, str, float, bool]:
 
 
 def union_slots(job: Job, runs: int) -> int:
-    """Return the number of record slots in one joint pass of `runs` runs.
+    """Return the number of records that one joint computation of `runs` runs has space for.
 
-    A slot is a fixed place for one record. With `run.slots = "auto"`, one joint pass needs fewer
-    slots than separate passes. Batch sizes are random, and the sum of many batch sizes has a
-    smaller relative deviation than each size.
+    The space for one record is a slot. With `run.slots = "auto"`, a joint computation needs fewer
+    slots than separate ones. Batch sizes are random, and the sum of many batch sizes has a smaller
+    relative deviation than each size.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -223,7 +223,7 @@ def run_batched(
     shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
-    """Train runs together in one pack, each in its own thread, and return their answers in order.
+    """Train several runs together, each in its own thread; return the results of `tasks` in order.
 
     tasks   functions that train one run each by `training.run.run`, with the BatchedRun they get
     shared  cache of records, models and features; None for a new cache

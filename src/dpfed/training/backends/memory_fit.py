@@ -51,10 +51,10 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 
 
 def slots_of(job: Job, clients: int) -> int:
-    """Return the number of record slots for `clients` clients that are computed at once.
+    """Return how many records are computed at once, for `clients` clients.
 
-    A slot is a fixed place for one record. With `run.slots = "auto"`, the number is computed from
-    the sum of the `clients` largest expected batch sizes.
+    The number is that of slots, the fixed places for records. With `run.slots = "auto"`, the number
+    is computed from the sum of the `clients` largest expected batch sizes.
     """
     slots = job.config.run.slots
     if slots != "auto":

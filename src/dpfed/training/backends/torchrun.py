@@ -74,8 +74,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.timeout = timeout
-        # True if a process was lost or did not finish a round. Every later operation of the group
-        # would then fail.
+        # True after a process was lost or did not finish a round: every later operation would fail.
         self.broken = False
         wait = timedelta(seconds=timeout)
         try:
@@ -155,8 +154,7 @@ class Group:
         Rank 0 calls this at the end of every run, also if the run has failed.
         """
         if self.broken:
-            # A process is lost, so an orderly shutdown of the group would fail. The group ends with
-            # this process.
+            # A process is lost, so a shutdown would fail. The end of this process frees the group.
             return
         if self.rank == 0:
             with suppress(DpfedError):
@@ -210,8 +208,7 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # If another process is lost, NCCL then raises an error in this process instead of killing
-        # it.
+        # If another process is lost, NCCL then raises an error instead of killing this process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -311,7 +308,7 @@ def follow(job: Job, group: Group) -> None:
 
 
 def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence[int]) -> Message:
-    """Return the weighted sum of the messages of this rank's clients; `{}` if it has no clients.
+    """Return the weighted sum of the messages of this process's clients; `{}` without clients.
 
     clients  the whole cohort, of which this rank computes every `world`-th client
     """
@@ -339,7 +336,7 @@ def _follow_round(
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    # Rank 0 keeps all stored vectors. This rank receives those of its clients for one round.
+    # Rank 0 keeps all stored vectors. This process gets those of its clients for one round.
     fleet.memory = ClientStates(names, size, Path(), int(1e18))
     if names and part:
         seen = torch.empty(len(part), dtype=torch.int64)
@@ -350,7 +347,7 @@ def _follow_round(
         before = [i for i, had in zip(part, known.tolist(), strict=True) if had]
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message = share_of(fleet, group, t, state, clients)
-    # Rank 0 sends the length of the sum, because a rank without clients has no message to measure.
+    # Rank 0 sends the length of the sum, because a process without clients has no message.
     length = group.header()[0]
     sums = torch.zeros(length, device=job.device)
     if part:
@@ -388,8 +385,7 @@ def fingerprint(job: Job) -> str:
     found = hashlib.sha256(repr(run_identity(job)).encode())
     found.update(model_hash(job.adapted.model, job.space).encode())
     private = job.private
-    # Hash the inputs, not the features. Two machines may round the features of one input
-    # differently.
+    # Hash inputs, not features: two machines may round the features of one input differently.
     inputs = private.records.inputs if private.raw_inputs is None else private.raw_inputs
     for x in [private.shards.records, job.theta, private.records.labels, *inputs.values()]:
         flat = torch.as_tensor(x).detach().reshape(-1).contiguous().view(torch.uint8)

@@ -221,7 +221,10 @@ class Spending:
         return cls(job, budget, ledger, charged if job.config.run.noise == "os" else saved)
 
     def eligible(self) -> np.ndarray:
-        """Return the numbers of the clients within their privacy budget and the cap on rounds."""
+        """Return the numbers of the clients that may take part in another round.
+
+        Their privacy budget and the limit on the rounds of one client (cap) allow it.
+        """
         limits = self._budget.limits if self._budget else None
         return eligible_clients(self.rounds_taken, self._job.schedule.cap, limits)
 

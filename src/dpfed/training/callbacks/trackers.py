@@ -134,7 +134,8 @@ KINDS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
 def refuse_missing(config: Config) -> None:
     """Raise DpfedError if a tracker of `run.trackers` is not installed, or not allowed.
 
-    Weights & Biases is not allowed with real noise, because it stores the times of rounds.
+    Weights & Biases is not allowed with secret noise (`run.noise = "os"`), because it stores the
+    times of rounds.
     """
     for name in config.run.trackers:
         if importlib.util.find_spec(KINDS[name][1]) is None:

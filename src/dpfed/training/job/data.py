@@ -195,7 +195,7 @@ def refuse_unclear_task(section: ModelSection, source: Source) -> None:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Divide the training records among the clients; return the record numbers of each client.
+    """Divide the training records among the clients; return the indices of each client's records.
 
     `data.partition` names the rule of the division. Its random numbers come from the run's seed.
     """

@@ -53,7 +53,7 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def dealt_note(config: Config) -> list[str]:
-    """Return a note if a run with real noise has simulated clients, else [].
+    """Return a note if a run with secret noise (`run.noise = "os"`) has simulated clients, else [].
 
     The note says that the guarantee covers records as the simulation assigns them to clients.
     """

@@ -43,7 +43,8 @@ def label_counts(labels: np.ndarray, shards: Shards, classes: int) -> np.ndarray
 def write_label_counts(folder: Path, job: Job) -> None:
     """Write the number of records of each label at each simulated client to the run folder.
 
-    Write nothing for a run with real noise, a task without classes, or a very large table.
+    Write nothing for a run with secret noise (`run.noise = "os"`), a task without classes, or a
+    very large table.
     """
     classes = job.public.classes
     shards = job.private.shards
