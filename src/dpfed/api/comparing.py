@@ -185,7 +185,7 @@ def _names(algorithms: str | Sequence[str], preset: str | None) -> str | None:
 
 
 def _texts(rates: Mapping[str, Sequence[float]] | None) -> tuple[str, ...]:
-    """Return the learning rates as strings METHOD=v1,v2, as the command-line option `--lr` has them."""
+    """Return the learning rates as strings METHOD=v1,v2, as on the command line."""
     if rates is None:
         return ()
     if not isinstance(rates, Mapping):

@@ -145,7 +145,7 @@ def task_of(given: Mapping[str, Any]) -> LabelTask | None:
 
 
 def setting(tables: Mapping[str, Any], key: str) -> Any:
-    """Return the value that `tables` has for a key such as "data.clients"; None if the key is not set."""
+    """Return the value of a key, such as "data.clients", in `tables`; None if it is not set."""
     section, _, leaf = key.partition(".")
     table = tables.get(section)
     return table.get(leaf) if isinstance(table, Mapping) else None

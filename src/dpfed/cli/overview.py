@@ -49,7 +49,9 @@ class Group(typer.core.TyperGroup):
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Within this context, escape square brackets in the help texts of a command, which rich would take for markup.
+    """Within this context, escape square brackets in the help texts of a command.
+
+    The package rich would take text in square brackets for markup.
 
     described  the command and its parameters
     """

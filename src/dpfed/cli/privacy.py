@@ -324,7 +324,7 @@ def table(
 ) -> list[str]:
     """Return lines that show the epsilon of each observer, the guarantee and its conditions.
 
-    figures  numbers by name, as `figures_of` returns them
+    figures  epsilons and other numbers by name, as `figures_of` returns them
     public   True to leave out the epsilons of single clients
     """
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC

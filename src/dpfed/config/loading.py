@@ -105,7 +105,7 @@ def _read_toml(path: Path, source: str | Path, registry: Registry) -> dict[str, 
 
 
 def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two configurations: return the keys of both tables; `over` takes precedence.
+    """Merge two configurations: return the keys of both; values in `over` take precedence.
 
     Nested tables are merged too. If `over` changes the `name` in a section, drop the options that
     belong to the old name.
@@ -120,8 +120,8 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for pair in EXCLUSIVE:
-        # A pair has two keys that exclude each other. If `over` sets one of them, drop the other,
-        # which comes from `under`. If `over` sets both, keep both: `build` then raises an error.
+        # A pair has two keys that exclude each other. If `over` sets one of them, drop the other
+        # key, which `under` has set. If `over` sets both, keep both, and `build` raises an error.
         stated = {name for name in pair if over.get(name) is not None}
         if len(stated) == 1:
             for name in pair - stated:

@@ -45,7 +45,7 @@ class Encoded:
 
 
 def no_labels(*records: int) -> Encoded:
-    """Return placeholder labels for tables without labels: zeros, and no classes.
+    """Return placeholder labels (zeros) for tables that have none, and an empty list of classes.
 
     records  number of records of each table
     """
@@ -90,8 +90,8 @@ def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         numbers = numbers_of(classes, phrase("classes"))
-        # If no class name is itself a number, the user's labels may also be class numbers 0, 1, 2,
-        # ...
+        # If no class name is itself a number, the user's labels may also be the positions 0, 1, 2,
+        # ... of class names.
         if not any(map(_is_number, classes)):
             numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
@@ -151,7 +151,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return a label as text, where 1, 1.0, true and "1" give the same text.
+    """Return a label as a string; 1, 1.0, true and "1" all give the string "1".
 
     place  name of the record in the error for a missing or unusable label
     """

@@ -101,7 +101,7 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return the steps of the run's image input that no image processor of transformers can repeat.
+    """Return the steps of converting images that no image processor of transformers can repeat.
 
     Each step is described in words, for the model card.
     """

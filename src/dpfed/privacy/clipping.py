@@ -143,7 +143,7 @@ def clip_and_sum(
         clip = torch.full_like(norm, clip)
     factor = torch.where(counted, factors(norm, clip, rule), 0.0)
     member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
-    # Overwrite NaN with zeros. A weight of zero would not remove NaN: zero times NaN is NaN.
+    # Overwrite NaN with zeros. A weight of zero is not enough, because zero times NaN is NaN.
     rows.clear(finite)
     if grid_steps is None:
         total = rows.weighted_sum(member * factor)

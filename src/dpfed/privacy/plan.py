@@ -23,7 +23,8 @@ from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.planning.batch import automatic_batch
 from dpfed.privacy.published import show_setting
 
-# Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
+# Smallest allowed noise multiplier. With less noise, epsilon is so large that it means nothing, and
+# its computation is imprecise.
 LEAST_NOISE = 0.01
 # Clients whose sampling rates differ by at most this relative amount share one noise multiplier.
 # The multiplier is calibrated for the highest of these rates.

@@ -18,7 +18,7 @@ from typing import TypeGuard
 
 # Number of significant digits of an epsilon in a plot.
 PLOTTED_DIGITS = 5
-# Decimal context that never rounds: every float has fewer than 1,200 decimal digits in all.
+# Decimal context with enough digits to represent every float exactly, so that it never rounds.
 _EXACT = decimal.Context(prec=1200)
 
 

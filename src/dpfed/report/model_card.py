@@ -29,7 +29,8 @@ from dpfed.training.result import is_causal
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import STATEMENT
 
-# Models that dpfed defines. They start from random weights and have no transformers class.
+# Models whose architecture dpfed defines. They start from random weights, and transformers has no
+# class for them.
 OWN_MODELS = ("gn-resnet18", "linear")
 MAX_CLASSES = 50
 

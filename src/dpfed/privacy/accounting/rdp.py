@@ -21,7 +21,7 @@ from dp_accounting.rdp import rdp_privacy_accountant as dpa_rdp_curve
 from dpfed.privacy.accounting.history import Floats, History, check_delta, released
 
 ORDERS = np.asarray(dpa_rdp_curve.DEFAULT_RDP_ORDERS, dtype=np.float64)
-# `rdp_of_step` adds a multiple of this to each divergence, so that rounding errors never make
+# Relative amount that `rdp_of_step` adds to each divergence. Rounding errors then never make
 # epsilon too small.
 _RDP_ROUNDING = 2e-16
 
@@ -61,7 +61,8 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
         event = dpa.PoissonSampledDpEvent(rate, gaussian)
     else:
         relation = dpa.NeighboringRelation.REPLACE_ONE
-        # dp_accounting takes the rate as a ratio of integers. Round it up to a multiple of 1e-12.
+        # dp_accounting takes the sampling rate as a ratio of integers. Round the rate up to a
+        # multiple of 1e-12.
         drawn = min(10**12, math.ceil(rate * 10**12))
         event = dpa.SampledWithoutReplacementDpEvent(10**12, drawn, gaussian)
     accountant = dpa_rdp.RdpAccountant(orders=ORDERS, neighboring_relation=relation)

@@ -81,7 +81,8 @@ def gaussian_mu(profile: Profile) -> float | None:
     count = int((profile.deltas >= CUTOFF).sum())
     if count == 0:
         return 0.0
-    # Keep one node below the cutoff, so that the last interval contains the epsilon of the cutoff.
+    # Keep one node whose delta is below the cutoff. The last interval then contains the epsilon at
+    # which delta equals the cutoff.
     epsilons, deltas = profile.epsilons[: count + 1], profile.deltas[: count + 1]
     if deltas[-1] > 2 * CUTOFF:
         return math.inf

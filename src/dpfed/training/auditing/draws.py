@@ -9,7 +9,8 @@ import numpy as np
 from dpfed.privacy.auditing.laws import Law, batch_law, noise_law
 from dpfed.training.auditing.setting import AuditSetting
 
-# Most cells of the table `[clients, steps, units]` that stores which units each batch contains.
+# Largest size of the table `[clients, steps, units]`, which stores for each unit if it is in a
+# batch.
 MAX_LAW_CELLS = 4_000_000
 # The tests use at most this many batches of each client.
 MOST_STEPS = 500
