@@ -158,7 +158,7 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Count the pairs (name, value) of a table, with * in place of layer and head numbers in names.
+    """Return how often each pair (name, value) occurs, after * has replaced layer and head numbers.
 
     The tensors of equal layers then become one line of the output.
     """

@@ -138,8 +138,8 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
             text.flush()
             os.fsync(text.fileno())
         if _read(entry, key) is None:
-            # Delete an existing entry, which must be damaged. Another process may have
-            # memory-mapped its files; it can still read them after this deletion.
+            # If an entry exists here, it is damaged: delete it. Another process that has
+            # memory-mapped its files can still read them afterwards.
             shutil.rmtree(entry, ignore_errors=True)
         if not entry.exists():
             new.rename(entry)

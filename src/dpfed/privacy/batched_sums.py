@@ -208,7 +208,7 @@ class BatchedSum:
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an out-of-memory error as a new error without traceback, and other errors unchanged.
+    """Return a new error without traceback for an out-of-memory error; return others unchanged.
 
     The traceback refers to the tensors of the failed computation, so they would stay in memory.
     """

@@ -166,7 +166,7 @@ def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
 
 
 def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
-    """Return for each gradient the factor that scales its norm to at most the clip norm."""
+    """Return for each gradient the factor that makes its norm at most the clip norm."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
@@ -187,7 +187,7 @@ def row_norms(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def finite_rows(grads: Sequence[Tensor]) -> Tensor:
-    """Return a mask `[M]`: True for each record whose gradient has a finite norm."""
+    """Return a mask `[M]` of M records: True if the record's gradient has a finite norm."""
     return row_norms(GradientMatrices.of(grads).matrices).isfinite()
 
 

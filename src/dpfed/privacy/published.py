@@ -107,7 +107,7 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def _no_number(value: float | None) -> str:
-    """Return the text for None, infinity or NaN."""
+    """Return the text that is shown for a value that is None, infinity or NaN."""
     return "none" if value is None else repr(float(value))
 
 

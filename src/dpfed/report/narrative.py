@@ -31,7 +31,7 @@ OTHER_SCORES = (("perplexity", "Perplexity", show_perplexity), ("r2", "R2", show
 
 @dataclass(frozen=True)
 class Card:
-    """One number at the top of the page: its name, its value as text, and a note."""
+    """A card at the top of the page: one number with its name, its value as text, and a note."""
 
     name: str
     value: str
@@ -84,7 +84,7 @@ def _shape(group: Group) -> str:
 def best_group(groups: Sequence[Group]) -> Group | None:
     """Return the group of runs with the highest mean score among those with the smallest epsilon.
 
-    Return None if no run has been scored.
+    Return None if no run has a score yet.
     """
     rows = tuple(Row(label=g.label, scores=g.scores, epsilon=g.epsilon) for g in groups if g.scores)
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)

@@ -124,7 +124,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column.
+    """Return the labels of rows with a larger epsilon than the smallest one of their column.
 
     Two epsilons that differ by a factor of at most EQUAL_EPSILON_FACTOR count as equal.
     """

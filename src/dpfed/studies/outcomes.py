@@ -201,7 +201,7 @@ def _plausible(found: Outcome) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove the folder of an interrupted run, if it exists.
+    """Delete the folder of an interrupted run, if it exists.
 
     No result is lost: the run is a seeded simulation, which can be repeated exactly.
     """

@@ -39,7 +39,7 @@ class Best:
 
     @classmethod
     def none_yet(cls, theta: Tensor) -> Best:
-        """Return the "best round" before any evaluation: its score is the lowest finite number.
+        """Return a placeholder for the best round before any evaluation: the lowest finite score.
 
         The score is not minus infinity, because a run stops if its state is not finite.
         """

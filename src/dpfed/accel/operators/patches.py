@@ -50,7 +50,7 @@ def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the patches of images as columns, by a Triton kernel if possible, else by PyTorch."""
+    """Return the patches of images as columns; a Triton kernel copies them where possible."""
     kernels = kernels_for("patches", x)
     if kernels is not None and kernels.fits(x.shape, kernel, stride, padding):
         return kernels.columns(x, kernel, stride, padding)  # type: ignore[no-any-return]

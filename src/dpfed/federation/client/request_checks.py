@@ -33,8 +33,9 @@ def refuse(reason: str | None) -> None:
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
     """Raise RefusedError if the client must not take part in the round of this request.
 
-    It must not if the ledger (the record of spent privacy) is an old copy, or if the ledger already
-    has this or a later round. It also must not if it has reached its largest number of rounds.
+    It must not take part if the ledger (the record of spent privacy) is an old copy, or if the
+    ledger already has this or a later round. It also must not take part if it has reached its
+    largest number of rounds.
     """
     check_head(terms, ledger)
     charged = ledger.rounds_charged(terms.run)
@@ -70,8 +71,8 @@ def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
     """Raise RefusedError if the client must not answer a request for noised counts of answers.
 
-    It must not if the ledger (the record of spent privacy) is an old copy, or if the ledger already
-    has counts of this or a later round.
+    It must not answer if the ledger (the record of spent privacy) is an old copy, or if the ledger
+    already has counts of this or a later round.
     """
     check_head(terms, ledger)
     last = max(ledger.rounds_charged(terms.run, PART), default=0)

@@ -347,7 +347,7 @@ class PostTransport:
 
 
 def _may_send_again(exchange: Exchange, sent: Sent) -> bool:
-    """Return True if a client may get its request again, and forget its connection for this.
+    """Return True if a client may get its request again; if so, forget the client's connection.
 
     Return False if it got the request `MOST_SENDS` times over this connection.
     """

@@ -156,7 +156,7 @@ def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
 
 
 def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float, float]:
-    """Return the smallest and the largest privacy loss of one step.
+    """Return the smallest and the largest privacy loss of one step, the range of its grid.
 
     The rarest noise, with probability e^log_tail, is ignored.
     """

@@ -75,7 +75,7 @@ def epsilon_of_terms(
 
 
 def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
-    """Return an RDP estimate of epsilon, from which the first grid of privacy losses is chosen."""
+    """Return an estimate of epsilon by Renyi DP, from which the first grid of losses is chosen."""
     curves = (t.steps * t.rounds * rdp_of_step("poisson", t.rate, t.multiplier) for t in terms)
     return min(rdp_curve_epsilon(sum(curves, np.zeros(len(ORDERS))), delta), 1e12)
 

@@ -28,7 +28,7 @@ _RDP_ROUNDING = 2e-16
 
 @contextlib.contextmanager
 def _orders_may_fail() -> Iterator[None]:
-    """Silence the log message of dp_accounting about Renyi orders that did not converge.
+    """Hide the log message of dp_accounting about Renyi orders that did not converge.
 
     dp_accounting leaves out such orders. This can only raise epsilon, so the result stays valid.
     """
@@ -73,7 +73,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
 
 
 def rdp_curve(history: History) -> Floats:
-    """Return the Renyi divergence of a whole history (mechanisms and steps) at each of ORDERS."""
+    """Return the Renyi divergence of a history (mechanisms and steps) at each of ORDERS."""
     curves = (
         steps
         * mechanism.batches
@@ -98,12 +98,12 @@ def mixed_rdp_curve(curve: Floats, probability: float, rounds: int) -> Floats:
 
 
 def rdp_curve_epsilon(curve: Floats, delta: float) -> float:
-    """Return epsilon for Renyi divergences at ORDERS; infinite if all of them are infinite."""
+    """Return the epsilon that follows from Renyi divergences at ORDERS; infinite if all are."""
     return float(dpa_rdp_curve.compute_epsilon(ORDERS, curve, delta)[0])
 
 
 def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
-    """Return delta(epsilon) for Renyi divergences at ORDERS."""
+    """Return the delta(epsilon) that follows from Renyi divergences at the orders in ORDERS."""
     return float(dpa_rdp_curve.compute_delta(ORDERS, curve, epsilon)[0])
 
 

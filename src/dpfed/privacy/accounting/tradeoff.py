@@ -171,7 +171,7 @@ def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int
 
 
 def _dominates(history: History, other: History) -> bool:
-    """Return True if `history` loses at least as much privacy as `other` at every epsilon.
+    """Return True if `history` costs at least as much privacy as `other` at every epsilon.
 
     This holds if each entry of `history` has the same steps as the entry of `other`, at least the
     same rate and at most the same noise. Return False if the sampling is not Poisson.

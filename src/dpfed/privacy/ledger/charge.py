@@ -69,7 +69,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the ledger.
+    """One row of a privacy ledger, which records one charge.
 
     seq      number of the row, from 1
     txn      number of the transaction; one transaction holds the charges of all clients of a round

@@ -259,7 +259,7 @@ def _audited_job(job: Job, setting: AuditSetting) -> Job:
 
 
 def shards_of_clients(shards: Shards, clients: np.ndarray) -> Shards:
-    """Return the record indices of these clients, who get new numbers from 0 on."""
+    """Return the record indices of these clients, which get new numbers from 0 on."""
     units = [np.arange(shards.clients[i], shards.clients[i + 1]) for i in clients]
     every = np.concatenate(units)
     return Shards(

@@ -61,5 +61,5 @@ class Draws:
                 self._noise[row, step] = values / self._multiplier
 
     def laws(self) -> tuple[Law, Law]:
-        """Test if batches and noise have the distributions that the accountant assumes."""
+        """Test if batches and noise have the assumed distributions; return both results."""
         return batch_law(self._mechanism, self._included), noise_law(self._noise)

@@ -230,7 +230,8 @@ def agree(job: Job, group: Group) -> None:
 def with_received_noise(job: Job, group: Group) -> Job:
     """Return the job with the noise multipliers that rank 0 sends to all other ranks.
 
-    In a resumed run rank 0 reads the multipliers from its ledger, which other ranks cannot read.
+    In a resumed run rank 0 reads the multipliers from the ledger, which other processes cannot
+    read.
     """
     multipliers = torch.empty(job.plan.clients, dtype=torch.float64)
     group.broadcast(multipliers)

@@ -96,7 +96,7 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (spending record of the weights, None) or (None, name of weights without a record).
+    """Return (spending record of the weights, None), or (None, name of weights without record).
 
     The name is for a warning. For public weights, which need no record, return (None, None).
 

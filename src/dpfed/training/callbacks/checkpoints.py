@@ -13,8 +13,8 @@ from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
 
-# Least number of seconds between two checkpoints of a simulation on a GPU, where a round may take
-# less time than writing a checkpoint.
+# Least number of seconds between two checkpoints of a simulation on a GPU. A round there may take
+# less time than a checkpoint.
 MIN_INTERVAL_S = 1.0
 
 

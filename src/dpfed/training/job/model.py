@@ -141,7 +141,7 @@ def _checked_model(
 
 
 def worth_compiling(config: Config, device: torch.device) -> bool:
-    """Return True if the model can be compiled and the run is long enough to gain time from it."""
+    """Return True if the model can be compiled and the run is long enough to gain time by it."""
     if config.privacy.isolation == "exact" or device.type != "cuda":
         return False
     return config.run.rounds * config.run.local_steps >= MIN_STEPS_TO_COMPILE

@@ -63,8 +63,8 @@ def layouts(
     server, _, message = _meta_round(algorithm, space, varying_phi)
     up = {name: value.shape[1] for name, value in message.items()}
     if varying_phi:
-        # With quantile clipping, a client also sends the noised fraction of gradients whose norm is
-        # at most the clip norm.
+        # With quantile clipping, a client also sends a number: the noised fraction of gradients
+        # whose norm is at most the clip norm.
         up["below"] = 1
     down = {name: len(getattr(server, name)) for name in algorithm.broadcast}
     return (

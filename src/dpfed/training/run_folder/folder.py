@@ -44,7 +44,7 @@ from dpfed.training.run_folder.files import (
 from dpfed.training.server_state import State
 
 LOCK = ".lock"
-# Files that a run leaves if it is killed before its configuration is written.
+# Files that are in the folder of a run that was killed before it wrote its configuration.
 UNFINISHED = {LOCK, f".{CONFIG}.part"}
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
