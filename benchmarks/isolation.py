@@ -5,8 +5,7 @@
 One client draws Poisson batches of B expected records; a step is a call of the oracle. The ways:
 
 fast     passes of as many records as a batch has
-exact    passes with places that each record draws, as the program chooses them
-apart    the same, but every place is a kind of its own
+exact    passes with places that each record draws
 single   exact isolation with one place, that is, one record at a time
 
 All ways draw the same batches. Figures are processor time (on a GPU the clock), summed over the
@@ -31,7 +30,7 @@ from dpfed.model.build import assemble
 from dpfed.model.per_sample.forward_check import faithful_model, plain_outputs
 from dpfed.model.per_sample.gradients import PerSample, trainable
 from dpfed.model.per_sample.isolation_check import RECORDS
-from dpfed.model.per_sample.places import operations, places_for, settle_places
+from dpfed.model.per_sample.places import settle_places
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo import REGISTRY
 from dpfed.privacy.noise import Streams
@@ -39,7 +38,7 @@ from dpfed.privacy.oracle import FleetOracle, PassLimits, RoundTerms
 from dpfed.privacy.plan import Plan
 from dpfed.privacy.record_batch import PrivateData, Records
 
-SMALL = {case.model: case for case in CPU if case.model in ("glyph-vit", "vit-6x192")}
+SMALL = {case.model: case for case in CPU}
 MINILM = InputSpec("text", "input_ids", (64,), 2, vocabulary=30522)
 MODELS = (*SMALL, "minilm")
 RATE = 0.25
@@ -85,19 +84,12 @@ class Ways:
             "poisson", CLIP, np.array([units]), np.array([batch / units]),
             np.array([float(batch)]), np.ones(1),
         )  # fmt: skip
-        cost = operations(self.model, self.theta, spec, torch.Generator().manual_seed(0))
-        self.places = {
-            "exact": self.model.places,
-            "apart": places_for(cost, device.type),
-            "single": 1,
-        }
+        self.places = {"exact": self.model.places, "single": 1}
 
     def oracle(self, way: str, round: int) -> FleetOracle:
         isolation: Any = "fast" if way == "fast" else "exact"
-        places = self.places.get(way, 1)
-        kinds = self.model.kinds if way == "exact" else places
         terms = RoundTerms(self._plan, Streams(0), round, [0], 1, isolation=isolation)
-        return FleetOracle(self._data, terms, PassLimits(places=places, kinds=kinds))
+        return FleetOracle(self._data, terms, PassLimits(places=self.places.get(way, 1)))
 
     def seconds(self, way: str, round: int) -> float:
         """Return the time of one step."""
@@ -131,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", nargs="*", type=int, default=[16, 256])
-    parser.add_argument("--way", nargs="*", default=["fast", "exact", "apart", "single"])
+    parser.add_argument("--way", nargs="*", default=["fast", "exact", "single"])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()

@@ -24,6 +24,7 @@ from recipe_tasks import COMMON, ROOT
 from dpfed.config import Config, build, overlay
 from dpfed.config.parsing import overrides_layer
 from dpfed.privacy.planning.recipe import AVERAGE, recipe
+from dpfed.privacy.published import show_loss
 from dpfed.registry import registry
 from dpfed.training.budget.spending import budget_of
 from dpfed.training.job.job import prepare
@@ -142,7 +143,7 @@ def table() -> str:
     lines = [f"| ε | {' | '.join(titles)} |", "|" + " --- |" * (1 + len(columns))]
     for epsilon in EPSILONS:
         shown = [text(measured.get((*column, epsilon))) for column in columns]
-        lines.append(f"| {epsilon:g} | {' | '.join(shown)} |")
+        lines.append(f"| {show_loss(epsilon, 2)} | {' | '.join(shown)} |")
     plain = [text(measured.get((read, PLAIN, None))) for read in FEATURES]
     lines.append(f"| no privacy | | {plain[0]} | | {plain[1]} |")
     return "\n".join(lines)
@@ -172,7 +173,7 @@ def draw(theme: str) -> None:
             label = f"{PLAIN}, last layer"
             axes.axhline(100 * plain[0], color=colours["soft"], linestyle=":", label=label)
         axes.set_xscale("log")
-        axes.set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
+        axes.set_xticks(EPSILONS, [show_loss(e, 2) for e in EPSILONS])
         axes.minorticks_off()
         axes.set_xlabel("ε", color=colours["ink"])
         axes.set_ylabel("accuracy %", color=colours["ink"])

@@ -27,6 +27,7 @@ from dpfed.config import Config, build, load, overlay
 from dpfed.config.parsing import overrides_layer
 from dpfed.errors import DpfedError
 from dpfed.privacy.planning.recipe import AVERAGE, recipe
+from dpfed.privacy.published import show_loss
 from dpfed.registry import registry
 from dpfed.training.budget.spending import budget_of
 from dpfed.training.job.job import Job, prepare
@@ -197,12 +198,14 @@ def table() -> str:
     for task in read_tasks():
         own = [row for row in rows if row["task"] == task.name]
         if not own:
-            epsilon = next(s for s in task.set if "epsilon" in s).partition("=")[2]
+            target = next(s for s in task.set if "epsilon" in s).partition("=")[2]
+            epsilon = show_loss(float(target), 2)
             missing = f"not measured: {task.missing or 'no run yet'}"
             lines.append(f"| {task.title} | {task.half} | | | {epsilon} | | | {missing} | | | |")
             continue
         found, behind = distance(task, own)
         first = own[0]
+        epsilon = show_loss(float(first["epsilon"]), 2)
         noise = float(first["sigma"]) / float(first["batch"])
         scores = [f"{100 * found[k]:.1f} %" for k in ("score", "best")]
         if task.score == "loss":
@@ -214,7 +217,7 @@ def table() -> str:
             searched = "not searched | |"
         lines.append(
             f"| {task.title} | {task.half} | {int(first['parameters']):,} | {first['clients']} | "
-            f"{float(first['epsilon']):.3g} | {noise:.3f} | {found['lr']} | {scores[0]} | "
+            f"{epsilon} | {noise:.3f} | {found['lr']} | {scores[0]} | "
             f"{searched} |"
         )
     for half, values in points.items():

@@ -34,7 +34,8 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:
-    # Hide this function from type checkers: with it they would accept any name of the module.
+    # Hide this function from type checkers. Otherwise they would accept any name as an attribute of
+    # the module.
     def __getattr__(name: str) -> Any:
         """Load a public name when it is first used, so that `import dpfed` is fast."""
         if name in __all__:

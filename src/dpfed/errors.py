@@ -86,7 +86,7 @@ def counted(number: int, noun: str) -> str:
 def reason(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's class name if it has none.
 
-    If that line ends with a colon, the second line is added.
+    If this first line ends with a colon, the second line is added.
     """
     text = getattr(error, "strerror", None) or str(error).strip()
     lines = text.splitlines() or [type(error).__name__]

@@ -34,7 +34,8 @@ def with_plugins(noun: str, base: type[Any], own: Mapping[str, type[Any]]) -> di
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
     """Return the entry points of a group, such as "dpfed.models", by name.
 
-    path  sys.path, so that the cached answer is used only while sys.path is unchanged
+    path  the present sys.path, which is part of the cache key: a change of sys.path gives a new
+          answer
     """
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):

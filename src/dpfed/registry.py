@@ -18,8 +18,8 @@ DEFAULT = "digits"
 
 
 def registry() -> Registry:
-    # Leave out files whose name begins with an underscore: presets extend them, and users do not
-    # name them.
+    # Leave out files whose names begin with an underscore. Presets extend these files, but users do
+    # not name them.
     found = (p for p in sorted(CONFIGS.rglob("*.toml")) if not p.name.startswith("_"))
     presets = {str(p.relative_to(CONFIGS).with_suffix("")): p for p in found}
     models = with_plugins("model", ModelSection, {**MODELS, GivenModule.name: GivenModule})

@@ -4,10 +4,10 @@ accel/NAME.py            the kernels; importing one of these modules needs trito
 accel/operators/NAME.py  the operators that other packages call and that start the kernels
 
 The switch is the function `usable`. It returns False without a GPU, without triton and with the
-environment variable `DPFED_KERNELS=0`. Each module of kernels has a function `right`, which
-compares the kernels with plain PyTorch. This function is called before the kernels are first used
-on a device. If kernels fail to build or give wrong numbers, a warning says so and plain PyTorch
-runs instead.
+environment variable `DPFED_KERNELS=0`. Each module of kernels has a function `right`, which returns
+True if the kernels and plain PyTorch give equal results. dpfed calls it before it uses the kernels
+on a device for the first time. If kernels fail to build or give wrong numbers, a warning says so
+and plain PyTorch runs instead.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dpfed.errors import reason
 
 LOG = logging.getLogger("dpfed")
 TRITON = importlib.util.find_spec("triton") is not None
-# The dtypes that the kernels accept.
+# The dtypes of tensors that the kernels accept.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# `works` checks these modules together, for all dtypes. `kernels_for` checks each other module when
-# it is first needed, separately for each dtype.
+# `works` checks the kernels of these modules together, for all dtypes. `kernels_for` checks any
+# other module when it is first needed, separately for each dtype.
 ALWAYS_CHECKED = ("lora", "norm", "dropout")
 # Tests set this to True to run the kernels on the CPU in triton's interpreter.
 interpreted = False
@@ -49,7 +49,7 @@ def usable(x: Tensor) -> bool:
     The result is False inside `torch.vmap`. The first call on a device checks the kernels, which is
     impossible during a CUDA graph capture. For an unchecked device the result is then False.
     """
-    # Test for vmap first: inside it, the check of the kernels below would fail.
+    # Test for vmap before `works` is called, because the check of the kernels fails inside vmap.
     if torch._C._are_functorch_transforms_active() or x.dtype == torch.float64:
         return False
     if interpreted or not x.is_cuda:
@@ -57,8 +57,8 @@ def usable(x: Tensor) -> bool:
     if x.device not in _tried and torch.cuda.is_current_stream_capturing():
         return False
     found = works(x.device)
-    # Mark the device only after `works` has cached its result. Otherwise another thread could call
-    # `works` during its capture of a CUDA graph and start the check there.
+    # Add the device only after `works` has stored its result. Otherwise another thread could call
+    # `works` while it captures a CUDA graph, and the check would break the capture.
     _tried.add(x.device)
     return found
 
@@ -109,14 +109,14 @@ def _checked_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Mod
 
 
 def passes_check(which: str, device: torch.device, right: Callable[[], bool]) -> bool:
-    """Run the check `right` of the kernels named `which` on `device`, and return its result.
+    """Check the kernels named `which` on `device` by calling `right`, and return the result.
 
     If `right` returns False or raises an error, log a warning and return False. Only an
     out-of-memory error is raised again.
 
-    `right` runs in a new thread, because the caller may have switched gradients off in its own.
-    `right` must not compute gradients on a GPU. PyTorch computes those in one thread per GPU, and
-    that thread may be the caller, which would then wait for itself: a deadlock.
+    `right` runs in a new thread, because the caller may have switched gradients off in its own
+    thread. `right` must not compute gradients on a GPU. PyTorch computes those in one thread per
+    GPU, and that thread may be the caller, which would then wait for itself: a deadlock.
     """
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -126,7 +126,8 @@ def passes_check(which: str, device: torch.device, right: Callable[[], bool]) ->
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Without triton or a compiler, or on an unknown GPU, the run continues without kernels.
+        # Do not raise the error. Without triton or a compiler, or on an unknown GPU, plain PyTorch
+        # runs instead of the kernels.
         failure = reason(error)
     LOG.warning(
         "%s are not used on %s, so steps take longer than they could: %s", which, device, failure

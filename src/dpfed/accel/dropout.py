@@ -40,7 +40,7 @@ def _drop(x, key, rule, y, width, B: tl.constexpr):
 
 
 def drop(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
-    """Return `x` with dropout: dropped numbers are 0, the others are divided by 1 - dropout rate.
+    """Return `x` with dropout: dropped elements are 0, the others are divided by 1 - dropout rate.
 
     x     activations; the leading axis has k rows for each of the M records, in order of records
     key   the records' keys, int64 `[M]`

@@ -16,10 +16,11 @@ from torch import Tensor
 from dpfed.accel import kernels_for
 
 ALIGNED = 64
-# The gradient of a tensor with this many numbers forms a matrix alone, without other tensors. One
-# more matrix costs some kernel launches, but less than a copy of a large gradient.
+# The gradient of a tensor with at least this many elements forms a matrix of its own. One more
+# matrix costs some kernel launches, but less than a copy of a large gradient.
 LARGE = 2**15
-# Squared norms are first computed for pieces of a row; each piece has this many columns.
+# Each row is divided into pieces of this many columns, and squared norms are first computed for
+# each piece.
 PIECE = 256
 
 
@@ -43,10 +44,11 @@ class GradientMatrices:
         return cls(matrices, groups, [g.shape[1] for g in grads])
 
     def clear(self, keep: Tensor) -> None:
-        """Set NaN and infinity to zero in the rows of rejected records, where `keep [M]` is False.
+        """Replace NaN and infinity by zero in the rows where the mask `keep [M]` is False.
 
-        The matrices are changed in place. The rejected rows get weight 0 in `weighted_sum`, but 0
-        times NaN is NaN. The rows of all other records must be finite; their values do not change.
+        M is the number of records. The matrices are changed in place. The rejected rows get weight
+        0 in `weighted_sum`, but 0 times NaN is NaN. The rows of all other records must be finite;
+        their values do not change.
         """
         for rows in self.matrices:
             kernels = kernels_for("rows", rows)

@@ -3,10 +3,10 @@
 two_products   L = s1 X W1, then Y += s2 L W2; an adapter's forward pass or the gradient of X
 outer          s Xᵀ L; the gradient of A or of B
 
-A and B are LoRA's two matrices, and s, s1 and s2 are numbers. For M samples with n positions each,
-X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B, or B and A; they may have
-any strides. All sums are in float32. `accel.operators.lora` has these products in plain PyTorch.
-Importing this module needs triton: import it only where `accel.usable` returns True.
+A and B are LoRA's two matrices, and s, s1 and s2 are scalar factors. For M samples with n positions
+each, X is `[M, n, D]` and L is `[M, n, r]` with rank r. W1 and W2 are A and B, or B and A; they may
+have any strides. All sums are in float32. `accel.operators.lora` has these products in plain
+PyTorch. Importing this module needs triton: import it only where `accel.usable` returns True.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dpfed.accel import nearly_equal, on_device
 
-# With fewer programs than this, a large GPU is partly idle. Several programs then share the second
-# product of `two_products`.
+# If a kernel starts fewer programs than this, a large GPU is partly idle. Several programs then
+# divide the second product of `two_products` among them.
 BUSY = 264
 # Largest LoRA rank per dtype. Larger ranks need more shared memory than some supported GPUs have.
 MAX_RANK = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
@@ -147,8 +147,8 @@ def outer(x: Tensor, low: Tensor, s: float, wide: bool) -> Tensor:
 def block(size: int, most: int) -> int:
     """Return the side of a tile, the block of numbers that one GPU program computes.
 
-    It is the smallest power of two that is at least `size`, but from 16 to `most`. A GPU's tensor
-    cores need a side of at least 16.
+    It is `size`, rounded up to a power of two and then limited to the range from 16 to `most`. A
+    GPU's tensor cores need a side of at least 16.
     """
     return int(min(most, max(16, triton.next_power_of_2(size))))
 

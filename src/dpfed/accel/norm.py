@@ -17,7 +17,7 @@ from dpfed.accel import FLOATS, nearly_equal, on_device
 
 # The largest number of columns that the kernels accept.
 MAX_WIDTH = 4096
-# How many numbers one program holds in registers.
+# Number of elements that one program of the kernel holds in registers.
 PROGRAM_SIZE = 4096
 
 

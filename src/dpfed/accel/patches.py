@@ -24,7 +24,7 @@ from dpfed.accel import on_device
 from dpfed.accel.operators.patches import Pair, patch_counts
 
 TITLE = "kernels for convolutions"
-# How many numbers of the result one program writes.
+# Number of elements of the result that one program of the kernel writes.
 BLOCK = 1024
 # A padded plane (one channel of one image) and its patches must have fewer numbers than this,
 # because the kernels index them with 32-bit integers.
@@ -94,7 +94,7 @@ def _images(
 
 
 def columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the patches of images `[M, c, H, W]` in the layout of `torch.nn.functional.unfold`."""
+    """Return the patches of images `[M, c, H, W]`, like `torch.nn.functional.unfold`."""
     counts = patch_counts(x.shape, kernel, stride, padding)
     y = x.new_empty(x.shape[0], x.shape[1] * kernel[0] * kernel[1], counts[0] * counts[1])
     _run(_columns, x.contiguous(), y, x.shape[2:], counts, kernel, stride, padding)

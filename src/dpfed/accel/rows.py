@@ -23,8 +23,8 @@ PIECE = 4096
 # How many programs together set one row to zero.
 WRITERS = 8
 WARPS = 8
-# Test value of `right`: finite in bfloat16 and float32, but its square overflows float32. The sum
-# of squares must then be infinite.
+# A test value of the function `right`. It is finite in bfloat16 and float32, but its square
+# overflows float32, so the sum of squares must be infinite.
 HUGE = 1e30
 
 

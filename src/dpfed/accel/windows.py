@@ -112,8 +112,7 @@ def reorder(
 ):  # fmt: skip
     """Copy rows within each block `[N, WIDTH]`: row i of a block of `out` is row `index[i]` of `x`.
 
-    Row `index[i]` is counted within the same block of `x`. `count` is the number of rows of all
-    blocks.
+    `index[i]` counts rows from the start of the block. `count` is the number of rows of all blocks.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

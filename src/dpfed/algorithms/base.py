@@ -189,7 +189,7 @@ class Algorithm(ABC):
     def rounded(self) -> tuple[str, ...]:
         """Names of the vectors of length P whose numbers may be rounded to shorten messages.
 
-        Leave out second moments v. Rounding would destroy the small difference between v and the
+        Do not name second moments v. Rounding would destroy the small difference between v and the
         noise variance Φ.
         """
         return ("theta", "delta")
@@ -228,7 +228,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class Point:
-    """State that has only the parameters θ: `[P]` at the server, `[S, P]` at S clients."""
+    """State that has only the P parameters θ: `[P]` at the server, `[S, P]` at S clients."""
 
     theta: Tensor
 
@@ -262,7 +262,7 @@ class Averaging(Algorithm):
 
 
 def spread(theta: Tensor, clients: int) -> Tensor:
-    """Return a copy of the server's vector `[P]` for every client: `[S, P]`."""
+    """Return one copy of the server's vector `[P]` for each of S clients: `[S, P]`."""
     return theta.expand(clients, -1).clone()
 
 

@@ -13,9 +13,10 @@
     server: Δ_G ← −Δ̄/(K η_t) ;  θ ← θ + Δ̄ ;  v̄ ← mean of block_mean(v)
 
 g is the noised mean gradient of client i with parameters θ_i, and Φ the variance of its noise. K is
-the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i. A
-block is a group of numbers such as a layer: `block_mean` averages over each block, and `expand`
-repeats the value of each block.
+the number of local steps, η_t the learning rate, λ the weight decay, and Δ̄ the mean of the Δ_i. Φ
+times κ is the least value of u, Δ_G is the clients' mean direction in the last round, γ its weight,
+and ϵ a small constant. A block is a group of numbers such as a layer: `block_mean` averages over
+each block, and `expand` repeats the value of each block.
 
 If the clients' noise variances Φ_i differ, each client removes its noise from v before the server
 averages v: after round t, client i sends block_mean(v) − (1−β2^{tK})Φ_i. A client that starts round

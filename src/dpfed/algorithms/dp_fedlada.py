@@ -51,8 +51,8 @@ class Local(Moments):
 @dataclass(frozen=True)
 class DPFedLADA(Algorithm):
     name = "dp-fedlada"
-    # A wide range of learning rates: a = 0.1 divides the client's own step by ten, and the global
-    # direction g_a grows over rounds.
+    # The range of learning rates is wide: a = 0.1 multiplies the client's own step by 0.1, and the
+    # global direction g_a grows over rounds.
     lr_grid = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     summary = "local AMSGrad steps mixed with the global direction of the last round"
 

@@ -74,7 +74,8 @@ class Comparison:
     def report(self, path: str | Path, public: bool = False) -> Path:
         """Write the comparison as one HTML page that needs no network, and return its path.
 
-        public  True to leave out what a published page must not show, such as who took part
+        public  True to leave out values that a published page must not show, such as which clients
+                took part in a round
         """
         with python_words():
             write_page([self.out], Path(path), public, read_study)
@@ -184,7 +185,7 @@ def _names(algorithms: str | Sequence[str], preset: str | None) -> str | None:
 
 
 def _texts(rates: Mapping[str, Sequence[float]] | None) -> tuple[str, ...]:
-    """Return the learning rates as texts METHOD=v1,v2, the form of the command line."""
+    """Return the learning rates as strings METHOD=v1,v2, as on the command line."""
     if rates is None:
         return ()
     if not isinstance(rates, Mapping):

@@ -24,8 +24,8 @@ from dpfed.training.run_folder.files import read_settings
 CLIENTS = 10
 EPSILON = 8.0
 DELTA = 1e-5
-# Largest number of records, over all clients of a round, in a local step. It does not apply if
-# only a head (last layer) is trained, which is fast.
+# Default limit on the number of records in a local step, over all clients of a round. There is no
+# limit if only a head (last layer) is trained, because that is fast.
 MAX_RECORDS = 512
 # Keys whose defaults come from `recipe`, the recommended settings of the default algorithm.
 RECIPE_KEYS = (
@@ -47,7 +47,7 @@ MODELS = {"image": "auto-image", "text": "auto-text", "features": "linear"}
 def defaults(
     given: Mapping[str, Any], epsilon: float | str | None, language: bool = False
 ) -> dict[str, Any]:
-    """Return the default settings of `fine_tune`, which keywords and `settings` override.
+    """Return the default settings of `fine_tune`, which the user's values override.
 
     given     the user's keywords and `settings` as configuration tables
     epsilon   the keyword `epsilon`
@@ -168,7 +168,7 @@ def with_natural_clients(given: Mapping[str, Any], source: Source) -> Mapping[st
 
 
 def _model_table(given: Mapping[str, Any], model: Any, kind: str) -> dict[str, Any]:
-    """Return the keys of the section [model] that the argument `model` determines.
+    """Return the keys of the section [model] that follow from the argument `model` of `fine_tune`.
 
     Raise DpfedError if the settings give another value for one of these keys.
     """

@@ -88,7 +88,7 @@ def fine_tune(
 def _has_begun(folder: Path, model: Any) -> bool:
     """Return True if `folder` has a run that can be resumed.
 
-    A model from memory must also have its saved weights beside the folder.
+    If the program passed a model object, its weights must also be saved beside the folder.
     """
     has_weights = isinstance(model, str | Path) or base_folder(folder).is_dir()
     return (folder / CONFIG).is_file() and has_weights
@@ -111,8 +111,10 @@ def _trained(
         if stored.get("state") == "finished" and not changes(folder, config):
             return stored
     with ExitStack() as stack:
-        watchers = [*callbacks, OnStart(lambda job: write_identity(folder, identity))]
-        watchers.append(OnStart(lambda job: warn_user(in_python(job.warnings))))
+        watchers = [*callbacks, OnStart(lambda job: warn_user(in_python(job.warnings)))]
+        # A hash confirms a guess of the records. A folder whose model may be released has none.
+        if config.run.noise != "os":
+            watchers.append(OnStart(lambda job: write_identity(folder, identity)))
         if progress:
             display = ProgressDisplay(config.run.rounds, show_warnings=False)
             watchers.insert(0, stack.enter_context(display))

@@ -15,8 +15,8 @@ from dpfed.training.run_folder.files import METRICS, read_rows
 if TYPE_CHECKING:
     import pandas
 
-# Largest number of rounds for which planned epsilons are computed, because each takes time.
-# A run with more rounds has them only in evenly spaced rounds.
+# Largest number of rounds for which planned epsilons are computed, because each computation takes
+# time. A longer run has these epsilons only for evenly spaced rounds.
 POINTS = 25
 
 
@@ -61,7 +61,7 @@ def _epsilons(spending: RecordedSpending, rounds: list[int]) -> dict[int, tuple[
     planned: Planned = spending.realised
     done = [t for t in rounds if 0 < t <= planned.rounds]
     step = max(1, -(-len(done) // POINTS))
-    # Count backwards, so that the last round is always included.
+    # Select rounds by counting backwards from the last round, so that it is always included.
     at = done[::-1][::step]
     figures = {}
     for t in at:

@@ -1,4 +1,4 @@
-"""Store, beside a run folder, a model from memory and a hash of records from memory."""
+"""Store a model object that a program passed, and a hash of its records, beside a run folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.files import CHECKPOINTS, CONFIG, read_object
 from dpfed.training.run_folder.folder import LOCK, refuse_occupied
 
-# Attribute of a model in memory. It holds the privacy loss of the model's training so far.
+# Name of an attribute that is set on a model object. Its value is the record of the privacy that
+# the model's training has spent so far.
 SPENT = "dpfed_spending"
-# File of a run folder with a hash of the records, which a program has passed in memory.
+# File in a run folder. It has a hash of the records that a program has passed to `fine_tune`.
 RECORDS = "records.json"
 
 
@@ -46,7 +47,7 @@ def refuse_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def base_folder(out: Path) -> Path:
-    """Return the folder beside the run folder `out` that holds the model from memory."""
+    """Return the folder beside the run folder `out` that holds the weights of a model object."""
     return out.with_name(out.name + "-base")
 
 
@@ -54,10 +55,10 @@ def base_folder(out: Path) -> Path:
 def model_beside(
     model: Any, tokenizer: Any, folder: Path, config: Config, begun: str, resume: bool = True
 ) -> Iterator[Config]:
-    """Save a model from memory beside the run folder; yield the configuration with its path.
+    """Save a model object beside the run folder; yield the configuration with the path of the copy.
 
     The saved model is needed to repeat or resume the run. It is removed if an error stops the run
-    before it has begun. For a model given by name or path, yield `config` unchanged.
+    before it has begun. If the user gave the model by name or path, yield `config` unchanged.
 
     begun   name of a file that is in `folder` as soon as the run has begun
     resume  True to use the weights that an earlier call has saved
@@ -77,7 +78,7 @@ def model_beside(
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path:
-    """Save a model from memory in a new folder beside the run folder, and return the new folder.
+    """Save a model object in a new folder beside the run folder, and return the new folder.
 
     If earlier training of the model has spent privacy, save the record of this spending, too.
     """
@@ -95,7 +96,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path, config: Config) -> Path
     base = base_folder(folder)
     if base.exists():
         raise DpfedError(f"{base} exists: choose another out")
-    # Read the spending record first: if it is damaged, stop before anything is written.
+    # Read the record of earlier privacy spending first. If it is damaged, nothing has been written
+    # yet.
     record = _spending_record(model)
     # Write the record before the weights, so that no weights exist without it. The second call
     # below embeds the record in the file of the weights.
@@ -132,8 +134,8 @@ def _spending_record(model: Any) -> str | None:
     try:
         record = record_of(origin) if origin else None
     except HubSilentError:
-        # The hub does not answer. Without a record, the run reports that its epsilons do not count
-        # earlier training.
+        # The Hugging Face hub does not answer, so it is unknown if the weights have a record. The
+        # run then reports that its epsilons do not count earlier training.
         return None
     return record.text if record else None
 
@@ -185,13 +187,13 @@ def _add(hash: Any, name: str, array: np.ndarray) -> None:
 def copy_run(source: Path, out: Path) -> None:
     """Copy a run folder to the new folder `out`, without checkpoints.
 
-    If the run began with a model in memory, its weights are copied to a folder beside `out`.
+    If the run began with a model object, its saved weights are copied to a folder beside `out`.
     """
     refuse_occupied(out, force=False)
     config = load(source / CONFIG, [], registry())
     base = base_folder(source)
     begins_here = config.model.weights is not None and Path(config.model.weights) == base
-    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK)
+    leave_out = shutil.ignore_patterns(CHECKPOINTS, LOCK, RECORDS)
     with short_errors(out):
         shutil.copytree(source, out, ignore=leave_out, dirs_exist_ok=True)
         restrict_tree(out)

@@ -113,7 +113,7 @@ def split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the texts that a keyword of `Options` accepts, such as "lora" for `trainable`."""
+    """Return the strings that a keyword of `Options` accepts, such as "lora" for `trainable`."""
     kinds = get_args(get_type_hints(Options)[name])
     return tuple(text for kind in kinds if get_origin(kind) is Literal for text in get_args(kind))
 

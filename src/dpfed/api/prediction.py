@@ -41,8 +41,8 @@ class Predictor:
     def of_run(cls, folder: Path) -> Predictor:
         """Return the predictor with the trained model of a finished run."""
         config, _, spec = run_settings(folder)
-        # Skip the model check, because the run has already done it. Skip compilation, because it
-        # takes longer than a few predictions.
+        # Do not check and do not compile the model again. The run has checked it already, and
+        # compilation takes longer than a few predictions.
         model = replace(config.model, liveness=False)
         config = replace(config, model=model, run=replace(config.run, compile=False))
         device = device_of(config.run.device)

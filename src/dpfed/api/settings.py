@@ -60,7 +60,10 @@ def tables_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_values(keywords: Mapping[str, Any]) -> None:
-    """Raise DpfedError for an unknown text, such as task="clasify", or an empty `trainable`."""
+    """Raise DpfedError for a string that is not allowed, or an empty `trainable`.
+
+    An example is task="clasify".
+    """
     for name in ("task", "metric", "keep"):
         value, known = keywords.get(name), choices_of(name)
         if isinstance(value, str) and value not in known:
@@ -108,7 +111,7 @@ def _refuse_switches(switches: Mapping[str, Any], algorithm: str) -> None:
 
 
 def _planned(plan: FederationPlan | None, tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration keys that a plan of `dpfed.plan` sets, with their values.
+    """Return the values that a plan of `dpfed.plan` gives to configuration keys, as tables.
 
     Keys that the user's settings, `tables`, already have are left out. Raise DpfedError if the
     user's value differs from the plan's value.
@@ -142,7 +145,7 @@ def task_of(given: Mapping[str, Any]) -> LabelTask | None:
 
 
 def setting(tables: Mapping[str, Any], key: str) -> Any:
-    """Return the value that `tables` has for a key such as "data.clients"; None if it has none."""
+    """Return the value of a key, such as "data.clients", in `tables`; None if it is not set."""
     section, _, leaf = key.partition(".")
     table = tables.get(section)
     return table.get(leaf) if isinstance(table, Mapping) else None
@@ -164,7 +167,7 @@ def _pairs(settings: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a type that TOML has: paths to texts, arrays and tensors to lists."""
+    """Convert a value to a type that TOML has: paths to strings, arrays and tensors to lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -155,7 +155,7 @@ class TrainedModel:
         return self._predicted(records)
 
     def _predicted(self, records: Any) -> np.ndarray:
-        """Return probabilities `[records, classes]`, or the predicted numbers `[records]`."""
+        """Return the probabilities `[records, classes]`; for regression the numbers `[records]`."""
         with python_words(), given_module(self.module):
             predictor = self._predictor
             task = predictor.model.task
@@ -193,7 +193,8 @@ class TrainedModel:
     def report(self, path: str | Path, public: bool = False) -> Path:
         """Write the run as one HTML page that needs no network, and return its path.
 
-        public  True to leave out what a published page must not show, such as who took part
+        public  True to leave out values that a published page must not show, such as which clients
+                took part in a round
         """
         with python_words():
             write_page([self.out], Path(path), public, read_study)
@@ -242,7 +243,7 @@ class TrainedModel:
         return f"<table>{rows}</table>"
 
     def _facts(self) -> dict[str, str]:
-        """Return the main results of the run as texts, by name."""
+        """Return the main results of the run as strings, by name."""
         result = self.result
         facts = {
             "algorithm": str(result["algorithm"]),

@@ -27,8 +27,8 @@ from dpfed.training.run_folder.files import read_result, read_settings
 if TYPE_CHECKING:
     import pandas
 
-# Keys that define what epsilon protects. The epsilons of trials that differ in one of these keys
-# cannot be composed.
+# All trials of a search must agree in these keys, because they define the unit that epsilon
+# protects. Epsilons for different units cannot be added.
 SAME_FOR_ALL = ("data.unit_column", "privacy.sampling")
 
 
@@ -113,7 +113,7 @@ def tune(
                 )
                 done.append((Trial(number, changes, folder, score_of(found.result)), found))
             except StoppedError:
-                # A stopped run has spent privacy budget, so its epsilon counts, too.
+                # Count the stopped run, too: it has spent privacy before it stopped.
                 done.append((Trial(number, changes, folder, None), None))
         return _tuning(done)
 
@@ -121,7 +121,7 @@ def tune(
 def points_of(
     space: Mapping[str, Sequence[Any]], trials: int | None, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the combinations of values to try. A random draw depends only on `trials`."""
+    """Return the combinations of values to try: all, or `trials` of them drawn at random."""
     if not isinstance(space, Mapping) or not space:
         raise DpfedError('space must be a dictionary of lists, such as {"lr": [0.01, 0.1]}')
     for name, values in space.items():
@@ -207,10 +207,10 @@ def composed_epsilon(folders: Sequence[Path]) -> float | None:
 
 
 def _start_of(folder: Path) -> tuple[Any, Any]:
-    """Return the paths of the weights and of the adapter that a trial began with.
+    """Return the paths of the weights and of the adapter from which a trial began its training.
 
-    A model from memory is saved once for each trial. Its path is returned as None, because the
-    weights are equal in all trials.
+    A model object is saved once for each trial, with equal weights but different paths. Its path is
+    therefore returned as None.
     """
     section = (read_settings(folder) or {}).get("model", {})
     weights = section.get("weights")

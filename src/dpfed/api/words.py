@@ -27,7 +27,8 @@ KEYS = {
     "class_weights": "model.class_weights",
     "algorithm": "algorithm.name",
 }
-# Keywords of other libraries, each with the keyword of `fine_tune` to use instead.
+# Keywords that users of other libraries may try, each with the keyword of `fine_tune` to use
+# instead.
 ELSEWHERE = {
     "batch_size": 'settings={"privacy.batch": 16}',
     "device": 'settings={"run.device": "cpu"}',
@@ -63,7 +64,7 @@ def python_words(options: Mapping[str, Any] | None = None, model: Any = None) ->
 
 
 def in_python(sentences: Sequence[str]) -> tuple[str, ...]:
-    """Return sentences about a run, with Python keywords in place of configuration keys."""
+    """Return these sentences about a run with Python keywords in place of configuration keys."""
     return tuple(in_keywords(sentence, {}, None) for sentence in sentences)
 
 
@@ -87,8 +88,8 @@ def in_keywords(sentence: str, options: Mapping[str, Any], model: Any) -> str:
         return words.get(key, key.removeprefix("algorithm."))
 
     keys = "|".join(map(re.escape, words))
-    # Do not replace keys in quotes (entries of `settings`), after a colon (parts of a method such
-    # as "dp-fedavg:lr=1") or after a slash (files).
+    # Replace only keys in plain words. Leave keys in quotes (entries of `settings`), after a colon
+    # (as in "dp-fedavg:lr=1") or after a slash (file names).
     sentence = re.sub(
         rf"(?<![\w./:;'\"\[])(?:{keys}|algorithm\.\w+)(?![\w'\"\]]|\.\w)", word, sentence
     )

@@ -33,14 +33,14 @@ ON_CPU = torch.device("cpu")
 class Case:
     """One case to measure: a model, its inputs, and the number and size of the clients.
 
-    model       name of a model of `dpfed list models`, of `SMALL` or of `LLAMAS`
+    model       name of a model that `dpfed list models` shows, or a key of `SMALL` or `LLAMAS`
     spec        kind and shape of the inputs, and number of classes
     clients     number S of clients
     batch       number B of records of each client in one step
     rank        rank of LoRA
     train       trained part of the model: LoRA adapters or all weights
     checkpoint  True for gradient checkpointing, where layers store only their inputs
-    quantize    how frozen layers are stored (`model.quantize`); only for a Llama
+    quantize    number format of the frozen weights (`model.quantize`); only for a Llama
     """
 
     model: str
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def union(self) -> int:
-        """Number of records of all clients together in one step."""
+        """Number of records in one step, summed over all clients."""
         return self.clients * self.batch
 
     def build(

@@ -17,8 +17,8 @@ from dpfed.model.zoo.pretrained import on_meta
 from dpfed.model.zoo.text import AutoCausal
 from dpfed.model.zoo.text_inputs import tokens
 
-# The layer sizes of TinyLlama 1.1B and Llama 3 8B, and of a small model with the same kinds of
-# layers.
+# Layer sizes of the models to measure: TinyLlama 1.1B, Llama 3 8B, and a small model with the same
+# kinds of layers as these.
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama-tiny": {
         "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -64,7 +64,8 @@ class RandomLlama(AutoCausal):
         with _default_dtype(self.dtype), self.device if plain and self.device else nullcontext():
             model: nn.Module = LlamaForCausalLM(config)
         if not plain:
-            # Quantisation only reads weights from files, so save the random weights first.
+            # Save the random weights to files first, because the quantising libraries read weights
+            # only from files.
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)  # type: ignore[operator]
                 del model

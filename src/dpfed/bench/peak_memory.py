@@ -44,8 +44,8 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Memory that several tensors share is counted once.
 
-        new  True for a result of an operator. An unknown argument of an operator existed before
-             this context, so it counts as 0 bytes.
+        new  True for a result of an operator, False for an argument. An argument that is not
+             counted yet existed before this context, so it counts as 0 bytes.
         """
         # A quantising library's tensor consists of several inner tensors and has no memory of its
         # own.

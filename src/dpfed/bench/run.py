@@ -79,11 +79,11 @@ class Comparison:
         return 1e3 * self.clients * self.batch / milliseconds if milliseconds else None
 
     def ratio(self, one: str, other: str) -> float | None:
-        """Return the wall-clock time of `one`, divided by the wall-clock time of `other`."""
+        """Return the wall-clock time of the implementation `one`, divided by that of `other`."""
         return self._ratio(one, other, "milliseconds")
 
     def processor_ratio(self, one: str, other: str) -> float | None:
-        """Return the processor time of `one`, divided by the processor time of `other`.
+        """Return the processor time of the implementation `one`, divided by that of `other`.
 
         Other load on the machine changes this ratio less than the ratio of wall-clock times.
         """

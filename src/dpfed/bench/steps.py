@@ -86,8 +86,8 @@ def private(
         nonlocal m, v, theta
         summed, _ = total(theta, filling, CLIP)
         noise = torch.empty_like(theta)
-        # Draw the noise client by client, as in a real run, where each client has its own noise
-        # stream.
+        # Draw the noise of each client separately. A real run also does this, because every client
+        # has its own random stream.
         for row in noise:
             row.normal_()
         g = summed.addcmul(noise, std) / case.batch

@@ -138,8 +138,10 @@ def plain(found: Audit, confidence: float, reasons: list[str]) -> dict[str, Any]
 def attack(settings: Config, seconds: float, as_json: bool) -> None:
     """Attack as a malicious server, and print how much deleting a unit changes a clipped sum.
 
-    For this number of seconds, the attack searches for weights at which the change is larger than
-    the clip norm C. A unit is one record, or all records of one person.
+    A unit is one record, or all records of one person. The attack searches for model weights at
+    which the change is larger than the clip norm C.
+
+    seconds  duration of the search
     """
     from dpfed.training.auditing.server_attack import attack_server
     from dpfed.training.job.job import prepare

@@ -70,8 +70,8 @@ def bench(
 def _chosen(cases: list[str] | None, ways: list[str], where: torch.device) -> list[Case]:
     """Return the benchmark cases to measure.
 
-    Raise DpfedError for a case, or an implementation in `ways`, that is not measured on this
-    device.
+    Raise DpfedError for a case, or an implementation in `ways`, that `dpfed bench` cannot measure
+    on this device.
     """
     from dpfed.bench.cases import CPU, GPU
     from dpfed.bench.run import ways_of

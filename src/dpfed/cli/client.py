@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from dpfed.training.interrupt import Stop
 
 POLL_S = 0.1
-# Give up after this many starts of Flower's SuperNode without an acceptance by the server.
+# Give up after this many starts of the SuperNode, Flower's client process, if the server has never
+# accepted it.
 TRIES = 5
 LONGEST_WAIT_S = 30.0
 # The SuperNode writes this text into its log as soon as the server has accepted it.
@@ -83,7 +84,7 @@ def keep_going(
     stop: Stop,
     say: Log,
 ) -> None:
-    """Start the SuperNode, and start it again each time that it ends.
+    """Start the SuperNode (Flower's client process), and start it again each time that it ends.
 
     Raise DpfedError if the SuperNode was started `TRIES` times and the server never accepted it.
     """
@@ -116,7 +117,10 @@ def keep_going(
 
 
 def work(process: Process, listener: Listener, handler: Handler, stop: Stop, say: Log) -> None:
-    """Answer the server's messages until the SuperNode ends, and repeat the guard's notes."""
+    """Answer the server's messages until the SuperNode (Flower's client process) ends.
+
+    Meanwhile show the notes that the guard, the reverse proxy of the SuperNode, writes to a log.
+    """
     from dpfed.federation.flower.processes import Notes
 
     notes = Notes(process.log)

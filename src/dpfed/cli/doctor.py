@@ -1,8 +1,8 @@
 """`dpfed doctor`: describe an installation, its devices and its missing packages.
 
 If a check fails, the command reports this and continues with the other checks. With a client.toml,
-the command also compares the declared numbers of records with the data, and shows what is left of
-the privacy budget, for the operator. It also shows when certificates expire.
+it also compares the numbers of records that the client declares with the client's data. It then
+shows the client's remaining privacy budget, and when certificates expire.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def doctor(
 
 
 def guarded(part: Callable[[], Any]) -> Any:
-    """Run a check and return its result; if it raises, return {"failed": class and first line}."""
+    """Run a check and return its result; if it raises an error, return {"failed": short text}."""
     try:
         return part()
     # Catch all errors, because a broken installation can raise any error.
@@ -112,7 +112,7 @@ def kernels_on(gpu: int) -> str:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """Return (package, extra) of every dependency; the extra of a core dependency is empty."""
+    """Return (package, extra) of each dependency; the extra is "" for packages always needed."""
     if version_of("dpfed") is None:
         return []
     parts = r"([A-Za-z0-9._-]+)(?:.*extra\s*==\s*['\"]([^'\"]+))?"
@@ -147,7 +147,7 @@ def cache() -> str:
 
 
 def declared(path: Path) -> list[dict[str, Any]]:
-    """Return the declared and the exact numbers of records of a client.toml, with advice."""
+    """Return the numbers of records that a client.toml declares and the exact ones, with advice."""
     from dpfed.federation.client.declared_counts import compared
     from dpfed.federation.client_config import load_client
     from dpfed.registry import registry
@@ -157,7 +157,7 @@ def declared(path: Path) -> list[dict[str, Any]]:
 
 
 def budget(path: Path) -> dict[str, Any]:
-    """Return the spending of a client over all its runs, and the rounds that it can afford."""
+    """Return how much privacy budget a client has spent, and how many rounds it can afford."""
     from dpfed.federation.client.budget_left import budget_left
     from dpfed.federation.client_config import load_client
     from dpfed.registry import registry
@@ -167,7 +167,7 @@ def budget(path: Path) -> dict[str, Any]:
 
 
 def certificates(client: Path | None, keys: Path | None) -> list[dict[str, Any]]:
-    """Return when the certificates of a client.toml and of a folder of keys expire."""
+    """Return when the certificates in a folder of keys, and that of a client.toml, expire."""
     from dpfed.federation.certificates import validity
     from dpfed.federation.client_config import load_client
     from dpfed.federation.keys import AUTHORITY, SERVER
@@ -248,7 +248,10 @@ def extra_lines(extras: dict[str, dict[str, str | None]]) -> list[str]:
 
 
 def client_lines(numbers: list[dict[str, Any]]) -> list[str]:
-    """Return lines with a client's private numbers and advice, for the client's operator alone."""
+    """Return text lines that compare a client's declared numbers with its private exact numbers.
+
+    Only the operator of the client may see these lines.
+    """
     out = []
     for number in numbers:
         out.append(

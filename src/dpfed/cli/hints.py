@@ -11,8 +11,7 @@ import click
 def no_such_option(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return the error message for an unknown option.
 
-    If a key of the configuration has a similar name, the message shows the `--set` option for this
-    key.
+    If a configuration key has a similar name, the message shows how to set this key by `--set`.
 
     words  the words of the command line
     """

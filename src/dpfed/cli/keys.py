@@ -1,4 +1,4 @@
-"""`dpfed keys`: make the keys by which a server and its clients know each other."""
+"""`dpfed keys`: make the keys and certificates with which server and clients prove who they are."""
 
 from __future__ import annotations
 

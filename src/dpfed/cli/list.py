@@ -41,7 +41,7 @@ def list_names(
 
 
 def _sentence(thing: Any) -> str:
-    """Return a one-line description of an algorithm, a model, a data set or a preset.
+    """Return a description of an algorithm, a model, a data set or a preset in one line.
 
     For a class it is the attribute `summary`, or else the first line of its module's docstring. For
     a preset, `thing` is a path, and the description is the first line of the file.

@@ -133,7 +133,7 @@ def lines(found: dict[str, Any], spec: InputSpec) -> list[str]:
     shapes = {name: "x".join(map(str, s)) or "1" for name, s in found["tensors"].items()}
     sizes = {name: f"{size:,}" for name, size in found["blocks"].items()}
     up_bytes = 4 * found["uplink"]
-    # The inputs of a language model have no classes, so the text leaves them out.
+    # A language model has no classes, so its description does not mention any.
     classes = f" and {spec.classes} classes" if spec.classes > 1 else ""
     return [
         f"{found['model']} ({found['class']}), train = {found['train']}, for {spec.kind} of "
@@ -158,7 +158,7 @@ def gathered_lines(table: Mapping[str, str]) -> list[str]:
 
 
 def gather(table: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
-    """Return how often each pair (name, value) occurs, with * in place of layer and head numbers.
+    """Return how often each pair (name, value) occurs, after * has replaced layer and head numbers.
 
     The tensors of equal layers then become one line of the output.
     """

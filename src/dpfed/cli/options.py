@@ -36,7 +36,7 @@ def settings_of(target: str | None, overrides: list[str] | None) -> Config:
 
 
 def show(lines: Sequence[str], result: Any, as_json: bool) -> None:
-    """Print the lines, and with `as_json` also the result as one JSON object on the last line."""
+    """Print the lines; with `as_json` also print the result as a JSON object on the last line."""
     for line in lines:
         print(line)
     if as_json:

@@ -21,9 +21,9 @@ FOOT = (
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help text rich shows unchanged.
+    """A command whose help text the package rich prints unchanged.
 
-    Without escapes, rich would read a name such as "[federation.clients]" as markup.
+    Without escapes, rich would take a name such as "[federation.clients]" for markup and hide it.
     """
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -49,7 +49,9 @@ class Group(typer.core.TyperGroup):
 
 @contextmanager
 def escaped_help(described: list[Any]) -> Iterator[None]:
-    """Within this context, escape rich's markup in the help texts of a command.
+    """Within this context, escape square brackets in the help texts of a command.
+
+    The package rich would take text in square brackets for markup.
 
     described  the command and its parameters
     """

@@ -34,7 +34,8 @@ NUMBERS = (
     "clients",
     "max_rounds",
 )
-# Options that cannot be used with --statement or --ledgers, whose output has no such parts.
+# Options for numbers that the output of --statement and --ledgers does not contain. The command
+# refuses them together with --statement or --ledgers.
 UNSTATED = ("colluding", "tuning_runs", "meaning", "plot", "curve", "asymptotic")
 REQUIRED = ("records", "batch", "rounds", "local_steps")
 DEFAULTS = {
@@ -53,8 +54,8 @@ VIEWS = (
     "server_min",
     "server_median",
 )
-# Numbers that are printed only if an option asks for them: the text before each number, and its
-# number of decimals.
+# Numbers that are printed only if an option asks for them. Each has a text to print before it, and
+# a number of decimals.
 EXTRAS = {
     "membership_advantage": (
         "largest advantage (true minus false positive rate) "
@@ -213,7 +214,7 @@ def asked_for(
 
 
 def refuse_given(flags: dict[str, Any], why: str) -> None:
-    """Raise DpfedError if the user gave one of these options, because they have no effect here.
+    """Raise DpfedError if the user gave one of these options, which have no effect here.
 
     Without the error, the user would think that the printed epsilon depends on the option.
 
@@ -267,7 +268,7 @@ def from_config(target: str, overrides: list[str], colluding: int) -> tuple[Plan
 
 
 def figures_of(planned: Planned, spending: RecordedSpending | None, public: bool) -> dict[str, Any]:
-    """Return the figures to show by name: epsilons, noise multiplier, delta and guarantee.
+    """Return the numbers to show, by name: epsilons, noise multiplier, delta and guarantee.
 
     spending  privacy that a run has used up; None if there is only a plan
     public    True to leave out the epsilons of single clients
@@ -323,7 +324,7 @@ def table(
 ) -> list[str]:
     """Return lines that show the epsilon of each observer, the guarantee and its conditions.
 
-    figures  numbers by name, as `figures_of` returns them
+    figures  epsilons and other numbers by name, as `figures_of` returns them
     public   True to leave out the epsilons of single clients
     """
     from dpfed.privacy.accounting.guarantee import NOT_COVERED, PUBLIC

@@ -62,7 +62,7 @@ def show_ledgers(folders: list[Path], as_json: bool) -> None:
 
 
 def ledger_lines(spending: SiteSpending) -> list[str]:
-    """Return lines on ledgers: warnings, the epsilon of each ledger, and epsilon over all ledgers.
+    """Return lines to print about ledgers: warnings, and epsilon of each ledger and of all.
 
     spending  the spending of one record over all ledgers
     """
@@ -145,7 +145,7 @@ def show_own(account: OwnSpending, as_json: bool) -> None:
 
 
 def drawn(planned: Planned, realised: Planned, plot: Path | None, curve: Path | None) -> list[str]:
-    """Draw plots as files, and return lines to print about them.
+    """Write plots of a run's privacy to files, and return lines to print about them.
 
     planned   the plan, whose epsilon over rounds is drawn
     realised  the plan with all rounds that the run was charged for, whose trade-off curve is drawn

@@ -65,7 +65,7 @@ def _config_of(folder: Path) -> str:
 def _train(
     settings: Config, out: Path | None, mode: Mode, stop: Stop, started: Callable[[], None]
 ) -> dict[str, Any] | None:
-    """Train and return the result. In all torchrun processes except the first, return None.
+    """Train as configured and return the result; None in all torchrun processes except the first.
 
     stop     raises an error in the training loop after a signal such as Ctrl-C
     started  called before round 1

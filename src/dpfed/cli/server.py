@@ -68,7 +68,10 @@ def server(
 def _settings(
     config: str | None, overrides: list[str], out: Path, resume: bool, insecure: bool
 ) -> Config:
-    """Return the configuration. Noise is repeatable only with --insecure and run.noise="seeded"."""
+    """Return the configuration of the run.
+
+    Its noise is repeatable, for tests, only with both --insecure and run.noise = "seeded".
+    """
     from dpfed.federation.server.serving import config_for, wants_seeded
 
     config_for(config, overrides, out, resume, seeded=False)
@@ -77,7 +80,7 @@ def _settings(
 
 
 def _address(listen: str, keys: Path | None, insecure: bool) -> Address:
-    """Return the address of --listen; without keys it must be on this machine."""
+    """Return the address of --listen; with --insecure it must belong to this machine."""
     from dpfed.federation.links import address_of, refuse_insecure
 
     if insecure == (keys is not None):
@@ -102,7 +105,15 @@ def show_status(out: Path, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Options of a server: its folders, its address, and how it waits and logs."""
+    """The places that a server uses (folders and address), and how it waits and logs.
+
+    out       folder of the run
+    resume    True to resume the run in this folder
+    listen    address that clients connect to
+    keys      folder of `dpfed keys`; None for an insecure test
+    wait      seconds until enough clients must be connected
+    log_json  True to log lines of JSON
+    """
 
     out: Path
     resume: bool
@@ -134,7 +145,7 @@ def _serve(settings: Config, place: Place, stop: Stop) -> dict[str, Any]:
         check_server(keys)
     if not place.resume:
         refuse_occupied(out, force=False)
-    # Put Flower's files beside the run's folder, because that folder has only files of the run.
+    # Put Flower's files beside the folder of the run, which must contain only files of the run.
     home = flower_home(out)
     with ExitStack() as stack:
         display = display_for(settings.run.rounds, place.log_json)

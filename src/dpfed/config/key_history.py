@@ -26,8 +26,8 @@ ADDED: dict[str, Any] = {
 }
 
 
-# Former defaults of keys whose default is now None, by (data.name, key). A former default is the
-# name of a column. None selects the column with this name too, if there is one.
+# Former defaults of keys whose default is now None, by (data.name, key). Each is the name of a
+# column. A value of None still selects this column if the table has it.
 FORMER_DEFAULTS = {
     ("text-table", "text"): "text",
     ("text-table", "label"): "label",
@@ -74,7 +74,8 @@ DELETED: dict[str, Deleted] = {
     "algorithm.ls_double_step": Deleted(False, "each gradient makes one step", "dp-fedavg-ls"),
 }
 
-# Values that still existing keys no longer accept: (key, value) and advice for the user.
+# Values that a key accepted in earlier versions and no longer accepts, with advice for the user.
+# The entries have the form (key, value): advice.
 DELETED_VALUES = {
     ("algorithm.bc_floor", "none"): PRINTED,
     ("privacy.clip_mode", "batch_tensor"): (
@@ -110,8 +111,8 @@ def without_deleted(section: str, table: Mapping[str, Any], known: Sequence[str]
 def as_first_written(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the keys that the first version of dpfed would have written.
 
-    Settings that mean the same are then equal and have equal hashes, even if different versions of
-    dpfed wrote them.
+    Equal settings then have equal hashes, even if different versions of dpfed wrote them with more
+    or fewer keys.
     """
     out = {name: dict(table) for name, table in tables.items()}
     for full, meaning in ADDED.items():

@@ -43,7 +43,8 @@ COMMON: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "data": frozenset(f.name for f in dataclasses.fields(DataSection)),
 }
-# Names that other programs use for a setting, each with the name of the same setting in dpfed.
+# Names of settings in other programs, each with the name of the same setting in dpfed, for hints in
+# error messages.
 SYNONYMS = {
     "epsilon": "target_epsilon",
     "batch_size": "batch",
@@ -73,8 +74,8 @@ def read(source: str | Path, registry: Registry, _seen: tuple[Path, ...] = ()) -
         raise DpfedError(f"{path} extends itself")
     raw = _read_toml(path, source, registry)
     table = raw.get("model")
-    # The config.toml in the folder of a run lists every key. If it has no `pooling` for a language
-    # model, the run is older than this key and used no pooling.
+    # This file is config.toml in the folder of a run, which lists every key. If a language model
+    # has no `pooling` there, the run is older than this key and used no pooling.
     if (path.parent / "run.json").is_file() and isinstance(table, dict) and "max_length" in table:
         table.setdefault("pooling", None)
     base = raw.pop("extends", None)
@@ -104,7 +105,7 @@ def _read_toml(path: Path, source: str | Path, registry: Registry) -> dict[str, 
 
 
 def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two configurations: return the keys of both tables; `over` takes precedence.
+    """Merge two configurations: return the keys of both; values in `over` take precedence.
 
     Nested tables are merged too. If `over` changes the `name` in a section, drop the options that
     belong to the old name.
@@ -119,8 +120,8 @@ def overlay(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     for pair in EXCLUSIVE:
-        # A pair has two keys that exclude each other. If `over` sets one of them, drop the other,
-        # which comes from `under`. If `over` sets both, keep both: `build` then raises an error.
+        # A pair has two keys that exclude each other. If `over` sets one of them, drop the other
+        # key, which `under` has set. If `over` sets both, keep both, and `build` raises an error.
         stated = {name for name in pair if over.get(name) is not None}
         if len(stated) == 1:
             for name in pair - stated:
@@ -177,7 +178,7 @@ def _named(
 
 
 def key_names(word: str, registry: Registry) -> list[str]:
-    """Return the full names, such as "run.rounds", of all configuration keys called `word`.
+    """Return the full names of all configuration keys with the short name `word`, as "run.rounds".
 
     If there is none, return the names of the key with the most similar spelling. The list is empty
     if no key is similar.

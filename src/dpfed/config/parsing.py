@@ -60,7 +60,7 @@ def layer_of(settings: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) for every key inside `value`, a table; each path begins with `path`.
+    """Yield (full path, value) for every key inside the nested table `value`, which lies at `path`.
 
     If the value is no table or an empty table, yield (path, value) itself.
     """

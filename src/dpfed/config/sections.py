@@ -16,7 +16,8 @@ BatchOrAuto = Annotated[float, Gt(0)] | Literal["auto"]
 CohortChoice = Literal["balanced", "uniform"]
 MessageFormat = Literal["float32", "bf16", "int8"]
 BoolOrAuto = bool | Literal["auto"]
-# Kinds of labels: one class, one number, or a 0 or 1 for each class.
+# Kinds of labels: one class per record, one number per record, or several classes per record (a 0
+# or 1 for each class).
 LabelTask = Literal["classify", "regress", "multilabel"]
 Trainable = Literal["lora", "full", "head"] | tuple[str, ...]
 
@@ -274,7 +275,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class FederationSection:
-    """Section [federation]: public facts that a server needs about its clients on other machines.
+    """Section [federation]: the settings of a server whose clients are on other machines.
 
     Simulations use `upload` and `download`, and ignore the other keys.
     """

@@ -59,7 +59,8 @@ def key_of(
     options  settings that change the prepared arrays
     """
     facts = []
-    # Resolve each folder only once. Resolving 100,000 image paths one by one takes seconds.
+    # Resolve each folder only once, instead of the path of every file. Resolving 100,000 paths of
+    # images one by one takes seconds.
     folders: dict[str, str] = {}
     for file in files:
         stat = os.stat(file)
@@ -106,8 +107,8 @@ def _read(entry: Path, key: str) -> Arrays | None:
         arrays: Arrays = {}
         for name, (size, dtype, shape) in facts["arrays"].items():
             file = entry / f"{name}.npy"
-            # Mode "c" (copy on write) keeps the caller's changes out of the file. An empty array
-            # cannot be memory-mapped, so it is read.
+            # Mode "c" (copy on write) keeps changes by the caller in memory, so the file stays as
+            # it is. An empty array cannot be memory-mapped, so it is read.
             mode: Any = None if 0 in shape else "c"
             array = np.load(file, mmap_mode=mode, allow_pickle=False)
             if [file.stat().st_size, array.dtype.str, list(array.shape)] != [size, dtype, shape]:
@@ -137,8 +138,8 @@ def _write(root: Path, entry: Path, key: str, arrays: Arrays) -> None:
             text.flush()
             os.fsync(text.fileno())
         if _read(entry, key) is None:
-            # The existing entry is damaged or missing. Another process may have memory-mapped its
-            # files; they stay readable for that process after this deletion.
+            # If an entry exists here, it is damaged: delete it. Another process that has
+            # memory-mapped its files can still read them afterwards.
             shutil.rmtree(entry, ignore_errors=True)
         if not entry.exists():
             new.rename(entry)
@@ -178,7 +179,7 @@ def unpack_text(name: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 def text_array(texts: Sequence[str]) -> np.ndarray:
     """Return the texts as an array of Python strings.
 
-    An array of numpy's own text type would give every element the width of the longest text.
+    An array of numpy's own string type would give every element the width of the longest text.
     """
     out = np.empty(len(texts), dtype=object)
     out[:] = texts

@@ -69,7 +69,7 @@ class Columns:
 
         key  setting that chose this column, for the error
 
-        A model learns nothing useful from an empty text with a label.
+        An empty text is refused, because a model learns nothing useful from it.
         """
         column = self.get(name, key)
         for i, text in enumerate(column):
@@ -84,7 +84,7 @@ class Columns:
     def other_columns(
         self, used: set[str | None], client: str | None, unit: str | None
     ) -> dict[str, np.ndarray]:
-        """Return the columns that can name clients or units: all columns that `used` does not name.
+        """Return the columns that can name clients or units: all columns except those in `used`.
 
         The columns `client` and `unit` are always among them. A unit is what privacy protects: one
         record, or all records of one person.
@@ -128,8 +128,8 @@ class Columns:
 def is_missing(value: Any) -> bool:
     """Return True for None, NaN, and the missing values NA and NaT of pandas.
 
-    The values of pandas are recognized by the name of their class, because the comparison of NA
-    with a value gives no True or False.
+    The values of pandas are recognized by the name of their class, because a comparison with NA
+    gives neither True nor False.
     """
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
@@ -137,7 +137,7 @@ def is_missing(value: Any) -> bool:
 
 
 def plain_column(column: list[Any]) -> np.ndarray | None:
-    """Return the column as an array of texts, integers or floats, which can be sorted.
+    """Return the column as an array of strings, integers or floats, which can be sorted.
 
     Return None if values are missing or their types cannot be sorted together.
     """
@@ -187,8 +187,8 @@ def read_csv(path: Path) -> Columns:
 def _delimiter(text: str) -> str:
     """Return the separator of a CSV text: the one that splits the first line into the most columns.
 
-    The candidates are the keys of `SEPARATORS`. If several give the same number of columns, return
-    the first of them.
+    Only the keys of `SEPARATORS` are tried. If several of them give equally many columns, return
+    the first of these.
     """
     start = text[:LONGEST_HEADER]
 

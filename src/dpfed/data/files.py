@@ -44,7 +44,7 @@ DAMAGE = (
 def path_of(section: DataSection, what: str, url: str) -> Path:
     """Return the path in `data.path`. Raise DpfedError if it is not set or does not exist.
 
-    The error says what to download.
+    The error message names the file to download, and its address.
 
     what  description of the file or folder that `data.path` must be, for the error
     url   address to download it from, for the error
@@ -131,7 +131,7 @@ def tar_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             if len(data) != member.size:
                 raise EOFError(f"it ends inside {member.name}")
             found[name] = data
-        # Read the archive to its end, because gzip verifies its checksum only there.
+        # Read the archive to its end, because gzip verifies the checksum of its content only there.
         while tar.fileobj is not None and tar.fileobj.read(1 << 20):
             pass
     return found
@@ -161,7 +161,7 @@ def image_source(
     key       key of the cache entry
     build     returns the arrays train_x, train_y, test_x, test_y and names (of the classes), if the
               cache does not have them
-    declared  True if the number of classes is public
+    declared  True if the number of classes is public, as for a published data set
     notes     remarks for the user about the files
     """
     arrays = {name: np.asarray(array) for name, array in cached(key, build).items()}

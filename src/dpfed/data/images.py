@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 from dpfed.errors import DpfedError, reason
 
 Colour = Literal["rgb", "grey"]
-# Largest accepted number of pixels of an image. A larger image is a mistake, or a file that is made
-# to fill the memory.
+# Largest accepted number of pixels of an image. A larger image is a mistake or an attack that fills
+# the memory.
 MOST_PIXELS = 1 << 27
 # Accepted image formats. Pillow decodes them without starting other programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -97,7 +97,7 @@ def decode_all(
         return decode(read(i), labels[i], colour, size)
 
     with warnings.catch_warnings():
-        # Ignore Pillow's warnings about unusual metadata, because the pixels can still be decoded.
+        # Ignore Pillow's warnings about unusual metadata: they do not affect the pixels.
         warnings.simplefilter("ignore")
         first = image_of(0)
         try:

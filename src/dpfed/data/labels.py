@@ -45,7 +45,7 @@ class Encoded:
 
 
 def no_labels(*records: int) -> Encoded:
-    """Return placeholder labels for tables without labels: zeros, and no classes.
+    """Return placeholder labels (zeros) for tables that have none, and an empty list of classes.
 
     records  number of records of each table
     """
@@ -90,8 +90,8 @@ def encode(parts: Sequence[Column], classes: Classes) -> Encoded:
     texts = [[_text(v, where) for v, where in zip(p.values, p.places, strict=True)] for p in parts]
     if isinstance(classes, tuple):
         numbers = numbers_of(classes, phrase("classes"))
-        # If no class name is itself a number, the user's labels may also be class numbers 0, 1, 2,
-        # ...
+        # If no class name is itself a number, the user's labels may also be the positions 0, 1, 2,
+        # ... of class names.
         if not any(map(_is_number, classes)):
             numbers |= {str(i): i for i in range(len(classes))}
         shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
@@ -151,7 +151,7 @@ def _is_number(text: str) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    """Return a label as text, where 1, 1.0, true and "1" give the same text.
+    """Return a label as a string; 1, 1.0, true and "1" all give the string "1".
 
     place  name of the record in the error for a missing or unusable label
     """
@@ -193,10 +193,10 @@ def encode_sets(parts: Sequence[Column], classes: Classes) -> Encoded:
     """Return the labels of the training and the test table as sets of classes, for "multilabel".
 
     The arrays are uint8 `[n, classes]`: 1 for each class of a record, else 0. A user's label has
-    one of four forms:
-    - a list of class names, or the JSON text of such a list
+    one of three forms:
+    - a list of class names, or a string with this list in JSON
     - class names separated by semicolons
-    - a list with one 0 or 1 for each class, or its JSON text
+    - a list with one 0 or 1 for each class, or a string with this list in JSON
 
     classes  class names or the number of classes, as in `encode`
     """

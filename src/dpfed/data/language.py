@@ -11,13 +11,14 @@ import numpy as np
 from dpfed.data.cache import text_array
 from dpfed.errors import DpfedError
 
-# A form of language data, as a tuple of its model inputs: texts, prompts with completions, or
-# chats. The name of an input is also the default name of its column.
+# A form of language data: texts, prompts with completions, or chats. It is a tuple of the names of
+# its inputs, which are also the default names of their columns.
 Form = tuple[str, ...]
 TEXT: Form = ("text",)
 COMPLETION: Form = ("prompt", "completion")
 CHAT: Form = ("messages",)
-# Inputs that need a tokenizer. Each form of language data has exactly one of them.
+# Inputs that need a tokenizer. Exactly one of them belongs to each form of language data (texts,
+# prompts with completions, or chats).
 LANGUAGE_INPUTS = ("text", "prompt", "messages")
 # Default name of the label column.
 LABEL = "label"
@@ -63,7 +64,7 @@ def stated_columns(section: Any) -> dict[str, str | None]:
 
 
 def label_column(section: Any, found: Collection[str]) -> Any:
-    """Return the column or columns with the labels, as set by the user or by default.
+    """Return the name of the label column, or of several, as set by the user or by default.
 
     Return None if the data have no labels.
 
@@ -76,16 +77,16 @@ def label_column(section: Any, found: Collection[str]) -> Any:
 
 
 def forms_in(columns: Collection[str]) -> list[Form]:
-    """Return the forms of language data that these columns can hold.
+    """Return the forms of language data (texts, prompts, chats) that fit these columns.
 
-    A form needs a column with the default name of each of its inputs, such as "prompt" and
+    A form counts if each of its inputs has a column with its default name, such as "prompt" and
     "completion".
     """
     return [form for form in (TEXT, COMPLETION, CHAT) if set(form) <= set(columns)]
 
 
 def refuse_half(columns: Collection[str], label: str) -> None:
-    """Raise DpfedError if a table has a prompt column but no completion column, or the reverse.
+    """Raise DpfedError if a table has only one of the columns for prompts and completions.
 
     label  name of the table in the error
     """

@@ -43,7 +43,8 @@ def client_data(data: Any) -> dict[str, Any]:
                 f"such as data[{next(iter(named))!r}]"
             )
         return named
-    # A tuple is a pair `(X, y)`, never a list of clients.
+    # A list is a list of clients if its first element is no record. A tuple is always a pair `(X,
+    # y)`.
     if not isinstance(data, list) or not data or _is_record(data[0]):
         return {}
     others = [i for i, value in enumerate(data) if not _is_data_set(value)]
@@ -100,7 +101,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return a column as a list, with NumPy numbers converted to Python numbers."""
+    """Return a column of the user's data as a list; NumPy numbers become Python numbers."""
     if isinstance(values, np.ndarray) and values.ndim == 1:
         listed: list[Any] = values.tolist()
         return listed
@@ -143,14 +144,14 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_single(value: Any) -> bool:
-    """Return True for a single text or number, also one of NumPy or torch, but not for a column."""
+    """Return True for a single text or number, of Python, NumPy or torch; False for a column."""
     return isinstance(value, str | int | float | np.generic) or getattr(value, "ndim", 1) == 0
 
 
 def _is_map_style(data: Any) -> bool:
     """Return True for a torch `Dataset`, or another object with a length and numbered items."""
-    # Arrays, tensors and pandas series also have numbered items, but they are columns. They have a
-    # dtype.
+    # Arrays, tensors and pandas series also have numbered items, but they are columns, not data
+    # sets. Their attribute `dtype` tells them apart.
     if isinstance(data, str | list | tuple) or hasattr(data, "dtype"):
         return False
     return _length(data) is not None and callable(getattr(data, "__getitem__", None))

@@ -58,9 +58,9 @@ def _are_inputs(records: Any) -> bool:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Return the values as an array. If rows have different lengths, return an array of shape ().
+    """Return a column as an array; an array of shape () if its rows have different lengths.
 
-    The callers raise an error for the shape ().
+    The callers refuse an array of shape () with an error.
     """
     try:
         array = np.asarray(values)
@@ -71,7 +71,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def _is_row(array: np.ndarray) -> bool:
-    """Return True if the first value is a list or an array, as in a column of a data frame."""
+    """Return True if the first element of a column is a list or an array, as in a data frame."""
     return len(array) > 0 and (isinstance(array[0], list) or getattr(array[0], "ndim", 0) > 0)
 
 
@@ -111,8 +111,8 @@ def inputs_of(
 def language_form(columns: Mapping[str, Any], part: str) -> tuple[str, ...] | None:
     """Return the names of the prompt and completion columns, or of the chat column.
 
-    Return None for data with neither. Raise DpfedError if there are columns of several forms, such
-    as texts and chats.
+    Return None if there is no such column. Raise DpfedError if there are columns of several forms,
+    such as texts and chats.
     """
     forms = forms_in(columns)
     if len(forms) > 1:
@@ -192,9 +192,9 @@ def _pixels(values: Any, name: str, part: str) -> np.ndarray:
 
 
 def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
-    """Raise DpfedError if an image does not match the first image, or has wrong values.
+    """Raise DpfedError if an image differs in form from the first image, or has wrong values.
 
-    Both images must have the same size and type. Float pixels must be from 0 to 1.
+    All images of a column must have one size and one data type. Float pixels must be from 0 to 1.
     """
     if pixels.shape[1:] != first.shape[1:]:
         raise DpfedError(
@@ -214,7 +214,7 @@ def _refuse_unlike(pixels: np.ndarray, first: np.ndarray, place: str) -> None:
 
 
 def _channels_first(picture: Any) -> np.ndarray | None:
-    """Return a picture as [channels, height, width], or None if the value is not a picture.
+    """Return an image as an array [channels, height, width]; None if the value is no image.
 
     If the first and the last axis could both be the channels, take the first axis as channels.
     """

@@ -21,7 +21,7 @@ class Shards:
 
     clients  bounds of clients: client i has the units `clients[i]` to `clients[i+1] - 1`
     units    bounds of units: unit u has the records `records[units[u] : units[u+1]]`
-    records  record numbers, sorted by client and unit
+    records  indices of the records, sorted by client and unit
     names    name of each client in the client column; empty for simulated clients
     """
 
@@ -39,16 +39,16 @@ class Shards:
         return np.diff(self.clients)
 
     def of(self, client: int) -> np.ndarray:
-        """Return the numbers of all records of a client."""
+        """Return the indices of all records of a client."""
         first = self.units[self.clients[client]]
         return self.records[first : self.units[self.clients[client + 1]]]
 
     def slots(self, client: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the record numbers of a client's chosen units, and the number of records per unit.
+        """Return the record indices of some units of a client, and the number of records per unit.
 
-        The record numbers of one unit are next to each other.
+        The indices of one unit's records are next to each other.
 
-        positions  the chosen units of this client, numbered from 0
+        positions  the units to look up, numbered from 0 within this client
         """
         unit = self.clients[client] + positions
         counts = self.units[unit + 1] - self.units[unit]

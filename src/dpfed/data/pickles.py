@@ -20,7 +20,7 @@ ARRAY_CLASS = object()
 
 
 class RefusedError(Exception):
-    """The pickle is damaged, or it names a class or function that plain data do not need."""
+    """The pickle is damaged, or names a class or function that arrays and strings do not need."""
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -50,8 +50,8 @@ class _DataUnpickler(pickle.Unpickler):
         return self._known[path]
 
     def _array(self, kind: Any, shape: Any, code: Any) -> np.ndarray:
-        # Ignore `shape`: a malicious pickle could request any amount of memory. A pickle sets the
-        # real shape and content later, with the array's state.
+        # Ignore `shape`: a malicious pickle could make it very large and so fill the memory. The
+        # array gets its real shape and content later, with its state.
         if kind is not ARRAY_CLASS:
             raise RefusedError("it makes an array in a way that is not known")
         return np.empty(0, np.uint8)
@@ -83,8 +83,8 @@ def loads(data: bytes) -> Any:
     """
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            # A memo index numbers a stored value. Refuse a huge one, because the unpickler would
-            # allocate a table of this length.
+            # A pickle stores values in a table (memo) by index. Refuse a huge index, because the
+            # unpickler would allocate a table of this length.
             if opcode.name in MEMO_OPCODES and int(argument or 0) > len(data):
                 raise RefusedError("it numbers more values than it has bytes")
         return _DataUnpickler(data).load()

@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Published:
-    """Facts about a published data set, with which a run can be planned before its download.
+    """Facts about a published data set, from which a run can be planned before the download.
 
     records  number of training records
     classes  number of classes

@@ -69,8 +69,8 @@ class Policy:
     max_rate: Annotated[float, Gt(0), Le(1), "largest sampling rate q"] = 0.1
     max_local_steps: Annotated[int, Ge(1), "most local steps K of a round"] = 100
     max_lr: Annotated[float, Gt(0), "largest learning rate"] = 100.0
-    # Example: 2,000 Adam steps at learning rate 0.001 change a model of a million numbers by about
-    # 50, and by at most 2,000 (Euclidean norm). The default of 1e4 is enough for longer runs, too.
+    # Limit on the distance of theta from its start. 2,000 Adam steps at learning rate 0.001 move a
+    # million weights by about 50, at most by 2,000 (Euclidean norm).
     max_distance: Annotated[
         float,
         Gt(0),
@@ -197,7 +197,7 @@ def _check_held_out(config: ClientConfig) -> None:
 def _complete(section: str, cls: type[Any], table: Mapping[str, Any]) -> Any:
     """Return the parsed section; raise DpfedError if a key without a default is missing."""
     known = fields(cls)
-    # Report unknown keys first, because a missing key may be a misspelt one.
+    # Report unknown keys before missing keys, because the user may have misspelt a required key.
     refuse_unknown(section, table, [f.name for f in known])
     for f in known:
         if f.default is MISSING and f.name not in table:

@@ -44,19 +44,20 @@ from dpfed.privacy.published import show_loss, show_score
 from dpfed.privacy.record_batch import Records
 from dpfed.training.run_folder.atomic_file import write_file
 
-# Value of `part` in a client's ledger for the privacy loss of noised counts.
+# Value of the field `part` in a client's ledger. It marks the privacy loss of noised counts, in
+# contrast to training.
 PART = "evaluate"
 KEY = "held-out.key"
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def mechanism_of(sigma: float) -> Mechanism:
-    """Return the mechanism of one request for counts: Gaussian noise, without sampling of units."""
+    """Return the mechanism of one request for counts: Gaussian noise on counts of all units."""
     return Mechanism("poisson", 1.0, sigma)
 
 
 def split(config: ClientConfig, table: Table, state: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the rows to train on, and the numbers of the held-out rows.
+    """Return the indices of the rows to train on, and the indices of the held-out rows.
 
     All rows of one unit are in the same array.
     """
@@ -94,8 +95,8 @@ def _read_flags(column: np.ndarray | None, name: str) -> np.ndarray:
 def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> np.ndarray:
     """Return a mask of the held-out rows, about the fraction `share` of all rows.
 
-    A keyed hash of the row's unit decides if the row is held out. If the table has no units, a
-    keyed hash of the whole record decides.
+    A hash with the secret `key` decides if a row is held out. The hashed value is the row's unit,
+    or the whole record if the table has no units.
     """
 
     def number(row: int) -> int:
@@ -114,8 +115,8 @@ def _draw(table: Table, units: np.ndarray | None, share: float, key: bytes) -> n
 def _label_key(label: np.ndarray) -> str | np.ndarray:
     """Return the value to hash for a label: a class number as text, any other label unchanged.
 
-    Earlier versions hashed class numbers as text. Another form would change the choice of held-out
-    records.
+    Earlier versions hashed class numbers as text. A change of the hashed value would change the
+    choice of held-out records.
     """
     return str(int(label)) if label.dtype.kind == "i" else label
 
@@ -159,8 +160,9 @@ def noised_counts(
     Both counts are multiples of `COUNT_STEP`.
 
     sigma  standard deviation of the noise on each count
-    draws  draws the records' positions in batches of a fixed shape, so that no unit influences the
-           answers for other units (privacy/isolation/turns.py); None for batches of many records
+    draws  random generator that assigns the records to positions in batches of a fixed shape, so
+           that no unit influences the answers for other units (privacy/isolation/turns.py); None to
+           fill the batches in the order of the records
     """
     records, shards = held_out.records, held_out.shards
     assert model.task.correct is not None
@@ -169,8 +171,8 @@ def noised_counts(
         rows = np.arange(count)
         passes = [rows[first : first + model.rows] for first in range(0, count, model.rows)]
     else:
-        kind = draws.integers(model.kinds, size=count)
-        passes = list(order_at_places(kind, model.places, model.kinds))
+        place = draws.integers(model.places, size=count)
+        passes = list(order_at_places(place, model.places))
     shares = np.zeros(count)
     for record in passes:
         used = record >= 0
@@ -183,8 +185,8 @@ def noised_counts(
     records_per_unit = np.diff(shards.units)
     unit_of_record = np.repeat(np.arange(len(shards.units) - 1), records_per_unit)
     means = np.bincount(unit_of_record, right) / records_per_unit
-    # A unit with the rounded share r of right answers adds r to the right count and 1 - r to the
-    # wrong count. The rounding of one unit thus never depends on another unit.
+    # A unit with a share r of right answers adds r to the right count and 1 - r to the wrong count,
+    # after r is rounded. The rounding of one unit never depends on another unit.
     steps = np.rint(means / COUNT_STEP).astype(np.int64)
     total = torch.tensor([steps.sum(), (round(1 / COUNT_STEP) - steps).sum()])
     added = (noise.normal64(2) * (sigma / COUNT_STEP)).round().to(torch.int64)
@@ -241,7 +243,7 @@ def score_of(
 def bounds(terms: ScoringTerms) -> tuple[float, float]:
     """Return the smallest and the largest count that the server accepts from a client.
 
-    An honest client declares at least half of its held-out units. Noise above 20 sigma is so
-    improbable that it does not occur.
+    The bounds assume that an honest client declares at least half of its held-out units. Noise
+    above 20 sigma is so improbable that it does not occur.
     """
     return -20 * terms.sigma, 2 * terms.held_out + 20 * terms.sigma

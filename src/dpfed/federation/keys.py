@@ -45,8 +45,8 @@ SERVER = "server.crt"
 SERVER_KEY = "server.key"
 CLIENTS = "clients"
 CLIENT_KEY = "client.key"
-# Names that no client may have, because files and folders with these names are in DIR. A folder
-# with each client's name is in DIR, too.
+# Names that no client may have. The folder DIR contains files and folders with these names, and
+# also one folder with the name of each client.
 RESERVED = (CLIENTS, AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, README)
 # Host names by which processes on one machine connect to each other.
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -100,8 +100,9 @@ def make_client(folder: Path, name: str) -> list[Path]:
 def make_local(folder: Path) -> tuple[Path, Path, Path]:
     """Write files for TLS on this machine alone, and return their paths.
 
-    These are the certificate of a new authority, and a server certificate with its key. Files of an
-    earlier call are replaced. The authority's key is not kept, so it can sign nothing else.
+    They are the certificate of a new authority, and the server's certificate and private key. Files
+    of an earlier call are replaced. The authority's key is not stored, so nobody can sign another
+    certificate with it.
     """
     authority, certificate = _authority(LOCAL_DAYS)
     key, own = _server(authority, certificate, LOCAL[0], LOCAL_DAYS)
@@ -235,7 +236,8 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # Begin a day early, so that clients whose clocks are behind accept the certificate.
+        # Let the certificate begin a day early. Otherwise clients whose clocks are behind would
+        # refuse it.
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)

@@ -1,4 +1,4 @@
-"""Log lines that also carry named values, which a log in JSON format writes as fields."""
+"""Log lines that also carry named values, which are separate fields in a log in JSON format."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ MAX_INTEGER = 2**62
 # does not overflow int64.
 MAX_COUNT = 10**9
 MAX_ALGORITHM_VALUE = 1e6
-# Largest absolute value in a tensor, far above honest values. Stricter limits hold for the model
-# (`policy.max_distance` of a client) and for its changes (`norm_limit` of the server).
+# Largest absolute value in a tensor of a message, far above honest values. The model and a client's
+# change of it have stricter limits (`policy.max_distance`, `norm_limit`).
 MAX_TENSOR_VALUE = 1e10
 
 # Number types that a message may use: names in safetensors, with the types of torch.
@@ -52,7 +52,8 @@ Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 OptionalCount = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Rows = Annotated[int, Ge(0), Le(MAX_INTEGER)]
 Seed = Annotated[int, Ge(-MAX_INTEGER), Le(MAX_INTEGER)]
-# Accountants square the noise multiplier. The upper limit keeps this square finite.
+# The range of a noise multiplier in a message. Accountants square this number, and the upper limit
+# keeps the square finite.
 Noise = Annotated[float, Gt(0), Le(1e12)]
 
 
@@ -219,8 +220,8 @@ def pack(message: Request | ScoringRequest | Reply) -> bytes:
     tensors = {
         name: value.detach().cpu().contiguous().clone() for name, value in message.fields.items()
     }
-    # Store all terms under one key, because safetensors does not keep the order of several keys.
-    # Equal messages must have equal bytes.
+    # Store all fields except tensors as one JSON text under one key. safetensors does not keep the
+    # order of several keys, and equal messages must have equal bytes.
     return save_tensors(tensors, metadata={"dpfed": text})
 
 
@@ -301,7 +302,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _sent_sizes(layout: Layout) -> dict[str, int]:
-    """Return the length of each tensor in a message, by name, including the scales of int8 ones."""
+    """Return the length of each tensor in a message, by name, with the scales of int8 vectors."""
     sizes = {name: field.size for name, field in layout.items()}
     scales = {name + SCALE: field.scales for name, field in layout.items() if field.scales}
     return sizes | scales

@@ -20,7 +20,7 @@ from dpfed.privacy.published import show_loss, show_setting
 # The privacy that a client has spent: pairs of a mechanism and the number of its releases.
 History = Sequence[tuple[Mechanism, int]]
 Rule = tuple[bool, str]
-# The server receives this text instead of an error message that could contain private data.
+# Text that the server gets instead of the message of an error that could contain private data.
 FAILURE = "it failed, and its own log says why"
 
 
@@ -34,8 +34,8 @@ class PublicError(DpfedError):
 class RefusedError(PublicError):
     """An error for a refused request.
 
-    A client raises it before it spends privacy budget or computes anything. In the server, it
-    contains the text that a client sent instead of a reply.
+    A client raises it before it spends privacy budget or computes anything. On the server, this
+    error contains the refusal text that a client sent instead of a reply.
     """
 
 
@@ -87,7 +87,7 @@ def check_training(
 ) -> str | None:
     """Return None, or the reason to refuse a request to train.
 
-    A local step spends `mechanism`. `history` has the mechanisms that this client has spent so far.
+    `mechanism` is that of a local step; `history` has those that this client has executed so far.
     """
     declared = terms.rate * policy.records
     algorithm = terms.algorithm.get("name")
@@ -156,7 +156,7 @@ def check_distance(theta: Tensor, start: Tensor, policy: Policy) -> str | None:
     """
     distance = float((theta.double() - start.double()).norm())
     limit = policy.max_distance
-    # The comparison is False for NaN, so a theta with NaN is refused.
+    # Compare so that NaN fails: a comparison with NaN is False, so a theta with NaN is refused.
     return _first_violation(
         (
             distance <= limit,
@@ -173,8 +173,8 @@ def check_scoring(
 
     Counts and training together may spend `policy.max_epsilon`.
 
-    mechanism  the mechanism that the counts spend
-    history    mechanisms that this client has spent so far
+    mechanism  the mechanism that releases the counts
+    history    mechanisms that this client has executed so far
     """
     sigma = show_setting(terms.sigma)
     reason = _first_violation(
@@ -196,10 +196,10 @@ def check_scoring(
 def check_spending(
     policy: Policy, mechanism: Mechanism, steps: int, history: History
 ) -> str | None:
-    """Return None, or the reason to refuse if `steps` more releases exceed policy.max_epsilon.
+    """Return None, or the reason to refuse if `steps` more releases would exceed the budget.
 
-    mechanism  the mechanism that each of the releases spends
-    history    mechanisms that this client has spent so far
+    mechanism  the mechanism of each of these releases
+    history    mechanisms that this client has executed so far
     """
     spent = [*history, (mechanism, steps)]
     # Try the Rényi bound first, which is a hundred times faster. It is never below the exact

@@ -33,9 +33,10 @@ def site_files(name: str, host: str, server: str, authority: str, key: str) -> d
     """Return the contents of client.toml and README for a client, by file name.
 
     name       name of the client
-    host       host name of the server
-    server     name of the server in requests, `federation.server`
-    authority  file name of the certificate of the authority that signs the server's certificate
+    host       host name (DNS) of the machine on which the server runs
+    server     name that the server gives itself in its requests, `federation.server`
+    authority  file name of the CA certificate, by which the client verifies the server's
+               certificate
     key        file name of the client's private key
     """
     address = f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"

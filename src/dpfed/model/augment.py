@@ -25,7 +25,7 @@ _CROP_SHARE = 8
 
 
 def augmentation_of(kind: Augment) -> Augmentation | None:
-    """Return the augmentation function for a value of the key `data.augment`; None for "none"."""
+    """Return the function that augments images, for a value of `data.augment`; None for "none"."""
     return {"none": None, "flip": flip, "crop_flip": crop_flip}[kind]
 
 

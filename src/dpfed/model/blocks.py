@@ -120,7 +120,8 @@ def block_index(
         else:
             labels = _labels(name, shape, modules, architecture)
             columns = len(labels) > 1 and _transposed(name, shape, modules)
-        # Create the tensor on the CPU, because tensors on the meta device have no values.
+        # Create the tensor on the CPU. If the default device is PyTorch's meta device, tensors
+        # there would have no values.
         rows = torch.tensor([ids.setdefault(label, len(ids)) for label in labels], device="cpu")
         each = shape.numel() // len(rows)
         parts.append(rows.repeat(each) if columns else rows.repeat_interleave(each))
@@ -128,7 +129,7 @@ def block_index(
 
 
 def _transposed(name: str, shape: torch.Size, modules: Mapping[str, nn.Module]) -> bool:
-    """Return True if the weight is stored as `[in, out]`, as in GPT-2's Conv1D.
+    """Return True if a layer stores its weight as `[in, out]`, as GPT-2's Conv1D does.
 
     An attention head then is a group of columns of the weight, not of rows.
     """
@@ -201,10 +202,11 @@ def _declared(path: str, names: Iterable[str], modules: Mapping[str, nn.Module])
 
 
 def head_rows(layout: Layout, rows: int, heads: int, kv_heads: int | None = None) -> list[str]:
-    """Return the name of the attention head for each output row of a Q, K or V layer.
+    """Return the name of the attention head of each output row of a Q, K or V layer.
 
     `rows` is the number of output rows. Each head has the same number of adjacent rows. The layout
     says how the heads are ordered:
+
     separate  all heads of a layer that is only Q, K or V
     3HD       all query heads, then all key heads, then all value heads
     H3D       for each key head: its query heads, the key head, its value head

@@ -1,8 +1,8 @@
 """Next-token loss of causal language models, in chunks of tokens.
 
-All logits of a batch would need more memory than the rest of the model. The model's body therefore
-computes hidden states once, and the output layer then reads one chunk of tokens at a time. The
-backward pass computes the logits of a chunk again instead of keeping them.
+All logits of a batch would need more memory than the rest of the model. The model's body (all
+layers before the output layer) therefore computes hidden states once. The output layer then reads
+one chunk of tokens at a time. The backward pass computes the logits of a chunk again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpfed.model.task import Task
 
 # Largest number of logits in one chunk, over all records: 256 MiB in float32.
 CHUNK_LOGITS = 2**26
-# A target with this number has loss zero and gradient zero in `cross_entropy`.
+# Label of tokens that need no prediction: `cross_entropy` gives them loss zero and gradient zero.
 NO_TARGET = -100
 
 Weights = dict[str, Tensor]
@@ -46,8 +46,8 @@ def scores_of(
 def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: Batch) -> Tensor:
     """Return three scores per record, `[M, 3]`: loss, accuracy and number of target tokens.
 
-    Loss and accuracy are means over the record's target tokens. A record without targets has loss
-    zero and gradient zero.
+    Loss and accuracy are means over the record's targets, the tokens that the loss covers. A record
+    without targets has loss zero and gradient zero.
 
     prepared  the model's arguments for M records of L tokens
     inputs    `input_ids` and `target_mask`, `[M, L]`. The mask is 1 where the model must predict
@@ -61,7 +61,7 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
     for tokens in head.chunks(targets.shape[1]):
         arguments = head, head.hidden[:, tokens], targets[:, tokens]
         if torch.is_grad_enabled():
-            # Dropout masks follow from keys, so the state of the random generator does not matter.
+            # The keys of records decide dropout masks, so torch's random state does not matter.
             sums = checkpoint(
                 _sums_of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False
             )
@@ -73,13 +73,19 @@ def causal_scores(model: nn.Module, weights: Weights, prepared: Batch, inputs: B
 
 
 def scores_of_logits(logits: Tensor, inputs: Batch) -> Tensor:
-    """Return the scores of `causal_scores`, computed from all logits `[M, L, V]` of a model."""
+    """Return the scores of `causal_scores`, computed from all logits of a model.
+
+    logits  `[M, L, V]` for M records of L tokens and a vocabulary of V tokens
+    """
     targets = _targets(inputs)
     return _scores(_sums_of(logits[:, :-1], targets), targets)
 
 
 def causal_logits(model: nn.Module, weights: Weights, prepared: Batch) -> Tensor:
-    """Return all logits `[M, L, V]`, computed in the same chunks as the loss; for checks only."""
+    """Return all logits, computed in the same chunks as the loss; for checks only.
+
+    Their shape is `[M, L, V]` for M records of L tokens and a vocabulary of V tokens.
+    """
     head = _split(model, weights, prepared)
     if head is None:
         return call(model, weights, prepared)
@@ -89,10 +95,10 @@ def causal_logits(model: nn.Module, weights: Weights, prepared: Batch) -> Tensor
 
 @dataclass(frozen=True)
 class _Head:
-    """The layers of a model after its body: output layer, and scaling or capping of logits.
+    """The part of a model after its body: the output layer, and any function applied to logits.
 
-    hidden   hidden states that the body has computed, `[M, L, D]`
-    module   the model with a stub in place of its body
+    hidden   hidden states that the body has computed, `[M, L, D]` for M records of L tokens
+    module   the model with a stub in place of its body, which returns given hidden states
     weights  weights of the output layer by their names in `module`
     """
 
@@ -101,7 +107,7 @@ class _Head:
     weights: Weights
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[M, T, V]` of hidden states `[M, T, D]`."""
+        """Return the logits `[M, T, V]` of hidden states `[M, T, D]`, for a chunk of T tokens."""
         # Remove gaps between records: with gaps a linear layer computes one product per record.
         inputs = {"inputs_embeds": hidden.contiguous()}
         out = torch.func.functional_call(self.module, dict(self.weights), (), inputs)
@@ -109,7 +115,10 @@ class _Head:
         return logits
 
     def chunks(self, length: int) -> Iterator[slice]:
-        """Yield slices that together cover `length` tokens; their size depends on shapes only."""
+        """Yield slices that divide `length` tokens into chunks of at most CHUNK_LOGITS logits.
+
+        The size of a chunk depends on tensor shapes only, never on private values.
+        """
         vocabulary = int(inner_config(self.module).vocab_size)
         step = max(1, CHUNK_LOGITS // (len(self.hidden) * vocabulary))
         for first in range(0, max(length, 1), step):
@@ -117,9 +126,9 @@ class _Head:
 
 
 class _BodyStub(nn.Module):
-    """Return the given hidden states as the output of a model's body.
+    """A stub in place of a model's body, which returns given hidden states as the body's output.
 
-    output  class of the body's output
+    output  class of the output of the real body
     """
 
     def __init__(self, output: type) -> None:
@@ -183,10 +192,10 @@ def _sums_of_chunk(head: _Head, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def _sums_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return for each record the sum of its losses and its number of right tokens, `[M, 2]`.
+    """Return for each record the sum of its losses and its number of correct tokens, `[M, 2]`.
 
-    logits   `[M, T, V]`
-    targets  token ids, or `NO_TARGET`, `[M, T]`
+    logits   `[M, T, V]` for M records, T tokens and a vocabulary of V tokens
+    targets  `[M, T]` ids of the tokens to predict, or `NO_TARGET`
     """
     rows = logits.flatten(0, 1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -18,7 +18,7 @@ RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings with which the run reads image files; the exported model's processor repeats them.
+    """How a run converts image files to inputs; the exported image processor does it in this way.
 
     crop  side of the square in pixels: the shorter side is resized to it, then both ends of the
           longer side are cut off; None if images keep their size
@@ -101,7 +101,7 @@ def image_companions(entry: ImageInput) -> MakeCompanions:
 
 
 def beyond_transformers(entry: ImageInput, reading: Reading) -> list[str]:
-    """Return the steps of the run's image input that no image processor of transformers can repeat.
+    """Return the steps of converting images that no image processor of transformers can repeat.
 
     Each step is described in words, for the model card.
     """

@@ -13,7 +13,10 @@ Generate = Callable[..., torch.Tensor]
 
 
 class Generation(nn.Module):
-    """A module whose forward pass is the method `generate` of a model."""
+    """A module whose forward pass is the method `generate` of a model.
+
+    `torch.func.functional_call` can only call a forward pass, so it needs this module.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def _refuse_other_scores(model: nn.Module, spec: InputSpec, prepare: Prepare) ->
 
 
 def _head(model: nn.Module) -> str:
-    """Return the name of the module's last layer, as its head.
+    """Return the name of the module's last layer, which counts as its head.
 
     A layer is a module with parameters that do not belong to its children.
     """

@@ -131,11 +131,14 @@ def _wrap(model: nn.Module, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # For GPT-2's transposed layers, peft warns and then corrects this option by itself.
+        # peft warns if this option is wrong for GPT-2's transposed layers, and then corrects it.
+        # Hide the warning.
         warnings.filterwarnings("ignore", message="fan_in_fan_out")
-        # peft warns that this name is missing. The export sets it later.
+        # peft warns that this name is missing. Hide the warning, because the export sets the name
+        # later.
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`")
-        # peft itself reads this deprecated attribute, so users cannot avoid the warning.
+        # peft itself reads this deprecated attribute. Hide the warning, because users cannot avoid
+        # it.
         alias = "`is_gradient_checkpointing` is deprecated"
         warnings.filterwarnings("ignore", alias, FutureWarning)
         return get_peft_model(model, config)
@@ -200,7 +203,8 @@ def _from_folder(model: nn.Module, folder: str, heads: tuple[str, ...]) -> Adapt
             "[model.lora] is not used for them"
         )
         wrapped = _wrap(model, config)
-        # On the meta device only shapes are needed, so the adapter's weights are not loaded.
+        # On PyTorch's meta device only shapes are needed, so do not load the weights of the
+        # adapter.
         if next(model.parameters()).is_meta:
             return Adapted(wrapped.get_base_model(), wrapped, tuple(notes))
         outcome = set_peft_model_state_dict(wrapped, state)

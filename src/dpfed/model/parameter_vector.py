@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-# `block_mean` first sums chunks of this many numbers. Most attention heads have a multiple of this
-# width, so a chunk seldom lies in two blocks.
+# `block_mean` first sums chunks of this many adjacent numbers. The width of most attention heads is
+# a multiple of it, so most chunks lie inside one block.
 CHUNK = 32
 
 
@@ -37,8 +37,8 @@ class Space:
     block_names: tuple[str, ...]
     blocks: Tensor
     _counts: Tensor = field(init=False, repr=False, compare=False)
-    # `_chunks`: indices and blocks of all chunks that lie within one block. `_rest`: indices and
-    # blocks of all numbers outside such chunks.
+    # `_chunks` has the indices and blocks of all chunks (CHUNK adjacent numbers) that lie inside
+    # one block. `_rest` has those of all other numbers.
     _chunks: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
     _rest: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 

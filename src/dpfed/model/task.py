@@ -1,4 +1,4 @@
-"""Public facts about a model's inputs, and tasks with their losses, accuracies and predictions."""
+"""Describe a model's inputs, and define tasks with their losses, accuracies and predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpfed.errors import DpfedError
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Public facts about the inputs, from which a model is built.
+    """Kind and shape of a model's inputs and labels; none of these values is private.
 
     kind        kind of a record: an image, a vector of features, or a text
     name        name of the model's argument that takes the records
@@ -71,12 +71,12 @@ class Task:
     """The functions that turn a model's scores into a loss, an accuracy and predictions.
 
     loss      (scores, labels) -> one loss for each record
-    correct   (scores, labels) -> share of correct answers in each record, 0..1; None if an answer
-              is not correct or wrong
+    correct   (scores, labels) -> share of correct answers in each record, 0..1; None for
+              regression, where answers are not just right or wrong
     name      name of the task; the scores of "causal" come from `causal_loss.causal_scores`,
               all others are the logits `[M, classes]`
     predict   scores -> probabilities `[M, classes]`; for "regress" numbers `[M]`
-    examples  (count, classes) -> labels for checks on synthetic records
+    examples  (count, classes) -> made-up labels for checks on synthetic records
     """
 
     loss: PerRecord
@@ -122,8 +122,8 @@ MULTILABEL = Task(
     lambda scores: scores.double().sigmoid(),
     label_examples,
 )
-# A causal language model has three scores for each record: loss, accuracy and number of targets.
-# This is the index of the last one.
+# A causal language model has three scores for each record: loss, accuracy, and number of targets
+# (tokens that the loss covers). This is the index of the number of targets.
 TARGETS = 2
 NEXT_TOKEN = Task(
     lambda scores, labels: scores[:, 0], lambda scores, labels: scores[:, 1], "causal"
@@ -138,7 +138,7 @@ def regression(center: float, scale: float) -> Task:
         return scores.reshape(len(scores), -1)[:, 0]
 
     def loss(scores: Tensor, labels: Tensor) -> Tensor:
-        # Labels are float64, so that a large center does not cost digits.
+        # Subtract the center from the float64 labels: float32 would lose digits of a large center.
         return (output(scores).float() - ((labels - center) / scale).float()).square()
 
     def predict(scores: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def regression(center: float, scale: float) -> Task:
 
 
 def task_of(spec: InputSpec) -> Task:
-    """Return the task of labelled data."""
+    """Return the task of data with labels, which `spec.task` names."""
     if spec.task == "regress":
         return regression(spec.center, spec.scale)
     return MULTILABEL if spec.task == "multilabel" else CLASSIFY
@@ -170,7 +170,7 @@ def weighted(task: Task, weights: Sequence[float], classes: int) -> Task:
         raise DpfedError(
             f"model.class_weights has {len(weights)} numbers, and the data have {classes} classes"
         )
-    # One copy on each device, made before any CUDA graph is captured.
+    # Keep a copy of the weights on each device: a captured CUDA graph cannot copy them there.
     tables: dict[torch.device, Tensor] = {}
 
     def loss(scores: Tensor, labels: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ class BatchedSums:
                 while not request.done:
                     self._barrier.wait()
             finally:
-                # An exception such as KeyboardInterrupt can end the wait before the sums are
-                # computed. Remove the request then, so that nobody computes it later.
+                # The wait may end by an exception, such as KeyboardInterrupt, before the sums are
+                # computed. Remove the request then, so that no other thread computes it later.
                 if self._requests.get(number) is request:
                     del self._requests[number]
         if request.error is not None:
@@ -143,8 +143,8 @@ class BatchedSums:
         except Exception as error:
             if size == 1:
                 waiting[0].error = _without_traceback(error)
-        # Free memory outside the except block: until that block ends, the exception refers to the
-        # tensors of the failed pass.
+        # Free memory only after the except block. Inside this block the exception still refers to
+        # the tensors of the failed pass (forward and backward computation).
         self._max_runs_per_pass = (size + 1) // 2
         self._delete_shared_sum()
         free(waiting[0].theta.device)
@@ -157,7 +157,8 @@ class BatchedSums:
         """
         wanted = min(members, self._max_runs_per_pass)
         if self._shared_sum is None or 2 * wanted <= self._shared_sum.clients // self.clients:
-            # Delete the old `FixedSum` first, because memory may be too small for two.
+            # Delete the old `FixedSum` before a new one is built, because the memory may be too
+            # small for both.
             self._delete_shared_sum()
             self._shared_sum = self._make(wanted)
         return self._shared_sum.clients // self.clients
@@ -207,7 +208,7 @@ class BatchedSum:
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """Return an out-of-memory error as a new error without traceback, and other errors unchanged.
+    """Return a new error without traceback for an out-of-memory error; return others unchanged.
 
     The traceback refers to the tensors of the failed computation, so they would stay in memory.
     """

@@ -143,7 +143,7 @@ def clip_and_sum(
         clip = torch.full_like(norm, clip)
     factor = torch.where(counted, factors(norm, clip, rule), 0.0)
     member = torch.nn.functional.one_hot(units.client, units.clients).to(norm.dtype).t()
-    # Overwrite NaN with zeros. A weight of zero would not remove NaN: zero times NaN is NaN.
+    # Overwrite NaN with zeros. A weight of zero is not enough, because zero times NaN is NaN.
     rows.clear(finite)
     if grid_steps is None:
         total = rows.weighted_sum(member * factor)
@@ -166,7 +166,7 @@ def _sum_of_steps(rows: Tensor, scale: Tensor, units: UnitRows) -> Tensor:
 
 
 def factors(norm: Tensor, clip: Tensor, rule: Clipping) -> Tensor:
-    """Return for each gradient the factor that scales its norm to at most the clip norm."""
+    """Return for each gradient the factor that makes its norm at most the clip norm."""
     if rule.mode == "automatic":
         return clip / (norm + rule.stability)
     return torch.where(norm > clip, clip / norm, torch.ones_like(norm))
@@ -187,7 +187,7 @@ def row_norms(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def finite_rows(grads: Sequence[Tensor]) -> Tensor:
-    """Return a mask `[M]`: True for each record whose gradient has a finite norm."""
+    """Return a mask `[M]` of M records: True if the record's gradient has a finite norm."""
     return row_norms(GradientMatrices.of(grads).matrices).isfinite()
 
 

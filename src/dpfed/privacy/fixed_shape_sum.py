@@ -1,9 +1,10 @@
 """Clipped sums in passes of a fixed shape, which compilers and CUDA graphs require.
 
-Poisson batches differ in size, but every pass has M slots, which the records of all clients share.
-An unused slot has weight zero. A batch with more than M records takes several passes, so no record
-is left out. On a GPU one pass (gather, forward, backward, clip, sum) is captured once as a CUDA
-graph and then replayed.
+A pass is one forward and backward computation of several records, and a slot is room for one record
+in it. Poisson batches differ in size, but every pass has M slots, which the records of all clients
+share. An unused slot has weight zero. A batch with more than M records takes several passes, so no
+record is left out. On a GPU one pass (gather, forward, backward, clip, sum) is captured once as a
+CUDA graph and then replayed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from dpfed.privacy.clipping import Clipping, UnitRows, clip_and_sum
 from dpfed.privacy.record_batch import Augmentations, AugmentedRecords, Gradients, Records
 
 LOG = logging.getLogger("dpfed")
-# Largest relative difference that is accepted between the sums of a captured pass and of an
-# ordinary pass. Half precision explains differences of this size.
+# Largest accepted relative difference between the sums of a pass that was captured as a CUDA graph
+# and of an ordinary pass. Half precision alone can cause differences of this size.
 TOLERANCE = 0.05
 
 
 def slots_for(mean: float, step: int = 8) -> int:
-    """Return the number of slots M that minimises the expected work M·E[⌈X/M⌉].
+    """Return the number of slots M (records per pass) that minimises the expected work of a batch.
 
-    X is the number of records in a batch, a Poisson variable with this mean. M is a multiple of
-    `step` and at least the mean. With fewer slots most batches would need two passes, and each pass
-    has an overhead.
+    A batch has X records, a Poisson variable with this `mean`. It needs ⌈X/M⌉ passes of M slots, so
+    the expected work is M·E[⌈X/M⌉]. M is a multiple of `step` and at least the mean: with fewer
+    slots most batches would need two passes, and each pass has an overhead.
     """
     most = math.ceil(mean + 6 * math.sqrt(mean) + 8)
     records = np.arange(most + 1)
@@ -46,10 +47,10 @@ def slots_for(mean: float, step: int = 8) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """The content of the M slots of a pass, in one matrix, which one copy moves to the device.
+    """The records in the M slots of a pass, as one matrix that is copied to the device at once.
 
-    packed  `[5, M]` int64 with five rows: index of the record, row of theta of its client, 1 for a
-            used slot (else 0), key of the dropout mask, key of the augmentation
+    packed  `[5, M]` int64 with five rows: index of the record, row of theta (parameters) of its
+            client, 1 for a used slot (else 0), seed of its dropout mask, seed of its augmentation
     """
 
     packed: Tensor
@@ -63,11 +64,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassShape:
-    """The fixed sizes of a pass.
+    """The fixed sizes of a pass, a forward and backward computation of at most M records.
 
-    clients  rows of theta, S
-    slots    slots for records, M
-    size     length of the flat parameter vector, P
+    clients  number S of clients, which are the rows of the parameters theta
+    slots    number M of slots, each with room for one record
+    size     number P of trainable parameters
     """
 
     clients: int
@@ -76,7 +77,7 @@ class PassShape:
 
 
 class Sums(Protocol):
-    """Computes clipped sums in passes of a fixed shape, for one run alone or in shared passes.
+    """Computes clipped sums in passes of a fixed shape, for one run or for runs trained together.
 
     The tensors that `sums` returns belong to the caller: no later call writes into them, and the
     caller may add noise in place.
@@ -90,8 +91,9 @@ class Sums(Protocol):
 class FixedSum:
     """Computes sums of clipped gradients `[S, P]` and counts `[S, 1]` in passes of M slots.
 
-    A count adds +1/2 for each record with a norm of at most C, else -1/2. A slot holds one record,
-    and the model computes all augmentations of the record. The results have no noise, so only the
+    S is the number of clients and P the number of trainable parameters. A count adds +1/2 for each
+    record with a gradient norm of at most the clip norm C, else -1/2. A slot holds one record, and
+    the model computes all augmentations of the record. The results have no noise, so only the
     oracle may use this class on private records.
 
     rule     the clipping rule
@@ -122,7 +124,9 @@ class FixedSum:
         self._out: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, theta: Tensor, filling: Pass, clip: float) -> tuple[Tensor, Tensor]:
-        """Compute one pass: return its sums `[S, P]` and counts `[S, 1]`.
+        """Compute one pass and return its sums `[S, P]` and counts `[S, 1]`.
+
+        filling  the records in the slots of the pass
 
         The next call may overwrite the returned tensors, because a CUDA graph reuses its memory.
         """
@@ -140,7 +144,7 @@ class FixedSum:
         return self.loaded_sums(arrays)
 
     def load(self, theta: Tensor, clip: float, first: int = 0) -> None:
-        """Set theta and the clip norm for `len(theta)` clients, beginning with row `first`."""
+        """Set the parameters theta and the clip norm of the clients from row `first` on."""
         self._theta[first : first + len(theta)].copy_(theta)
         self._clip[first : first + len(theta)].fill_(clip)
 
@@ -200,7 +204,7 @@ class FixedSum:
         self._graph = graph
 
     def _warmed_up(self) -> Tensor:
-        """Compute three passes, in which compilers choose their kernels; return the last sum."""
+        """Compute three passes, so that compilers choose kernels before a capture; return a sum."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -233,21 +237,21 @@ class FixedSum:
 
 
 def alike(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if the relative difference of two sums (L2 norm) is at most TOLERANCE."""
+    """Return True if the L2 norm of the sums' difference, relative to `wanted`, is <= TOLERANCE."""
     return bool((found - wanted).norm() <= TOLERANCE * wanted.norm())
 
 
 def restore_generator(device: torch.device) -> None:
-    """Replace the state of torch's CUDA generator by a copy, after a failed capture.
+    """Replace the state of torch's CUDA random generator by a copy, after a failed graph capture.
 
-    Without this call the generator would still be in its capture mode and refuse to be used.
+    Without this call the generator would stay in its capture mode and raise errors.
     """
     generator = torch.cuda.default_generators[device.index or 0]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device) -> list[Pass]:
-    """Split a batch into as many passes as its records need, at least one.
+    """Split a batch into as many passes of `slots` records as it needs, at least one.
 
     All passes are copied to the device at once.
 
@@ -257,7 +261,7 @@ def passes_of(arrays: Mapping[str, np.ndarray], slots: int, device: torch.device
     count = len(arrays["row"])
     passes = max(1, -(-count // slots))
     names = ("row", "client", "valid", "dropout", "augment")
-    # Use pinned memory: copies from other memory would wait for all earlier work of the GPU.
+    # Use pinned memory, because a copy from other memory waits for all earlier work of the GPU.
     host = torch.zeros(
         len(names), passes * slots, dtype=torch.int64, pin_memory=device.type == "cuda"
     )

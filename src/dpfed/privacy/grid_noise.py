@@ -29,7 +29,8 @@ from dpfed.errors import DpfedError
 from dpfed.privacy.noise import Noise
 from dpfed.privacy.published import show_sigma
 
-# The grid step may increase the standard deviation of the noise by at most this relative amount.
+# The grid step h is so small that rounding increases the noise's standard deviation by at most this
+# relative amount.
 LOSS = 1e-6
 # Smallest and largest k in the grid step h ≈ 2^-k σC. A smaller k adds variance by rounding. With a
 # larger k, noise overflows 64-bit integers, and the released number reveals the sign of the sum.
@@ -65,7 +66,7 @@ def grid_of(std: float, clip: float, size: int) -> Grid:
             "use a smaller sigma"
         )
     bits = max(LEAST_BITS, math.ceil(math.log2(multiplier * math.sqrt(size) / 2 / LOSS)))
-    # The step is a power of two, because division and multiplication by it are then exact.
+    # Use a power of two, because division and multiplication by it are exact.
     step = 2.0 ** math.floor(math.log2(std) - bits)
     return Grid(step, multiplier * sensitivity(clip, step, size) / step)
 

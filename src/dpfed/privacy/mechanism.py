@@ -60,9 +60,10 @@ class Mechanism:
 
     @property
     def effective_multiplier(self) -> float:
-        """Noise multiplier of one Gaussian release that is as private as all releases of a batch.
+        """Noise multiplier of one Gaussian release that costs as much as all releases of a batch.
 
-        This Gaussian release has sensitivity 1. k releases of one batch are as private as one
-        release with a noise multiplier that is sqrt(k) times smaller.
+        A batch may be released k times, each time with new noise. The k releases cost as much
+        privacy as one release with a noise multiplier that is sqrt(k) times smaller. The single
+        release here has sensitivity 1.
         """
         return self.noise_multiplier / (self.sensitivity * math.sqrt(self.releases))

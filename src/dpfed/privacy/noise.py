@@ -109,7 +109,8 @@ class SeededNoise:
             self._cuda = torch.Generator(device)
             self._cuda.manual_seed(streams.number("noise", round, client))
         else:
-            # Use NumPy's Philox, which has keys of 128 bits. torch's CPU generator keeps only 32.
+            # Use NumPy's Philox generator, whose keys have 128 bits. torch's CPU generator uses
+            # only 32 bits of its seed.
             self._cpu = streams.generator("noise", round, client)
 
     def fill(self, row: Tensor) -> None:
@@ -122,7 +123,7 @@ class SeededNoise:
         return SeededNoise(*self._name, self._device)
 
     def normal64(self, size: int) -> Tensor:
-        """Return the numbers that `fill` would write, converted from float32 to float64.
+        """Return the next `size` numbers in float64, equal to those that `fill` would write.
 
         Runs that round sums to a grid then have the same noise as runs that do not.
         """

@@ -6,16 +6,18 @@ The plan's `Mechanism` states how batches are drawn, clipped and noised. The led
 that mechanism, and the oracle refuses any release that was not charged. See docs/algorithms.md (The
 private gradient) and docs/privacy.md (The mechanism).
 
-If a pass does not fit into memory, the oracle computes the batch in smaller passes. The oracle does
-not draw another batch, so the batches do not depend on the memory of the machine.
+A pass is one forward and backward computation of several records. If a pass does not fit into
+memory, the oracle computes the same batch in smaller passes. It does not draw another batch, so
+batches do not depend on the memory of the machine.
 
-Isolation of units. Removing one unit must not move the sum of clipped gradients by more than C.
-Therefore the gradients of all other units must stay bitwise equal. A pass over several units does
-not ensure this, because kernels round differently for different batch sizes. Two settings exist:
+Isolation of units (one record, or all records of one person). Removing one unit must not change the
+sum of clipped gradients by more than the clip norm C. Therefore the gradients of all other units
+must stay bitwise equal. A pass over several units does not ensure this, because kernels round
+differently for different batch sizes. Two settings exist:
 
-exact  Each pass has a fixed number of places, and every unit draws its place at random. A record's
-       gradient then depends only on this record, its keys, its place and theta (see
-       privacy/isolation/turns.py). Gradients are summed as integers (grid) or in float64.
+exact  Each pass has a fixed number of places for records, and every unit draws its place at random.
+       A record's gradient then depends only on this record, its random keys, its place and the
+       parameters theta (see privacy/isolation/turns.py). Sums are integers (grid) or float64.
 fast   A pass holds many units. In honest training, removing a unit changes the gradients of other
        units by less than 1e-6 C. An attacker who chooses theta can raise this change to several C.
 """
@@ -45,8 +47,6 @@ from dpfed.privacy.sampling import DrawnBatch, batches, joined_batch
 PRIVATE = logging.getLogger("dpfed.private")
 PRIVATE.setLevel(logging.WARNING)
 Isolation = Literal["exact", "fast"]
-# A number of kinds by which every place differs from all others.
-MOST_KINDS = 1 << 30
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
     "not enough memory",
@@ -72,9 +72,9 @@ def free(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """The public terms of one round.
+    """The settings of one round; none of them depends on records.
 
-    plan       the mechanism of every client
+    plan       how each client draws, clips and noises its batches (its mechanism)
     streams    random streams of the run
     round      number of the round
     clients    numbers of the S clients, in the order of the rows of theta
@@ -94,27 +94,28 @@ class RoundTerms:
 
 @dataclass(frozen=True)
 class PassLimits:
-    """Limits of one pass.
+    """Limits of one pass, a forward and backward computation of several records.
 
     max_slots  most rows in one pass; a record has one row for each of its augmentations
     fixed      computes sums in passes of a fixed shape, for batches that allow it; None to use
                passes of varying size for all batches
     places     number of records in each pass of exact isolation; a number above 1 must be the one
                that `settle_places` tested for this model
-    kinds      number of kinds of places that the test found; at most `places` are counted
     """
 
     max_slots: int = 512
     fixed: Sums | None = None
     places: int = 1
-    kinds: int = MOST_KINDS
 
 
 DEFAULT_LIMITS = PassLimits()
 
 
 class FleetOracle:
-    """The oracle of S clients in one round; it refuses uncharged batches and releases."""
+    """Draws batches of S clients in one round and releases only their noised gradients.
+
+    It refuses batches and releases for which the ledger was not charged.
+    """
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class FleetOracle:
 
         noise            noise sources of a failed round that is computed again; None for new ones
         wait_for_charge  blocks until the charge is on disk; the oracle calls it before each release
-        admit            raises an error to refuse theta `[S, P]`; called before gradients
+        admit            called with theta `[S, P]` before its use; may raise an error to refuse it
         """
         plan = terms.plan
         clients = list(terms.clients)
@@ -143,7 +144,6 @@ class FleetOracle:
         self._admit = admit
         self.max_slots = limits.max_slots
         self.places = limits.places if self._exact else 1
-        self._kinds = limits.kinds
         self.fixed = None if self._exact else limits.fixed
         self._batches = [
             batches(plan, i, terms.streams.generator("batch", terms.round, i)) for i in clients
@@ -183,10 +183,10 @@ class FleetOracle:
         return self._release(theta, self._batch)
 
     def again(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return noised mean gradients of the last batch at `theta`, and their noise variances.
+        """Return noised mean gradients of the last batch at another `theta`, and noise variances.
 
-        The noise is fresh, and the shapes equal the shapes of `__call__`. The plan's `releases`
-        limits how often one batch is used, because every use costs privacy.
+        The noise is new, and the shapes are those of `__call__`. The plan's `releases` limits how
+        often one batch is used, because every use costs privacy.
         """
         if self._batch is None or self._released >= self._plan.releases:
             raise RuntimeError(
@@ -207,9 +207,9 @@ class FleetOracle:
 
     @property
     def below(self) -> Tensor:
-        """Return the noised share of units whose gradient norm is at most C, `[S, 1]`.
+        """The noised fraction of units whose gradient norm is at most C, per client, `[S, 1]`.
 
-        Quantile clipping needs it. It is the mean over this round's releases so far, at first 0.
+        Quantile clipping adapts C by it. It is the mean over this round's releases, at first 0.
         """
         return self._below / max(1, self._counted)
 
@@ -248,14 +248,14 @@ class FleetOracle:
         return total / self._expected, self.phi
 
     def _use_smaller_passes(self) -> None:
-        """Lower the limits for this batch and all later batches, and free the unused memory.
+        """Lower the limits of a pass for this batch and all later batches, and free unused memory.
 
-        The new limits do not depend on the batch, because they would then reveal its size.
+        The new limits must not depend on the batch, because they would reveal its private size.
         """
         if self.fixed is not None:
             self.fixed = None
         elif self._exact:
-            # One record at a time: no other number of places was tested for this model.
+            # Compute one record at a time: no other number of places was tested for this model.
             self.places = 1
         else:
             self.max_slots //= 2
@@ -271,8 +271,8 @@ class FleetOracle:
     def _clipped_sum(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
         """Return the clients' sums of clipped gradients `[S, P]` and their counts `[S, 1]`.
 
-        A count adds +1/2 for each unit with a norm of at most C and -1/2 for each larger norm. Sums
-        and counts have no noise yet, so they must not leave this class.
+        A count adds +1/2 for each unit with a gradient norm of at most C, else -1/2. Sums and
+        counts have no noise yet, so they must not leave this class.
         """
         plan = self._plan
         if self.fixed is not None and self._can_be_fixed(batch):
@@ -280,10 +280,7 @@ class FleetOracle:
         steps = self._grid_steps()
         if self._exact:
             several = plan.unit != "record"
-            kinds = min(self._kinds, self.places)
-            exact = ExactSum(
-                self._gradients, self.places, kinds, plan.clip, plan.clipping, steps, several
-            )
+            exact = ExactSum(self._gradients, self.places, plan.clip, plan.clipping, steps, several)
             return exact.sums(theta, batch, self._log_lost if self._logs_lost else None)
         total = torch.zeros_like(theta, dtype=torch.float32 if steps is None else torch.int64)
         count = torch.zeros_like(self.phi)
@@ -296,9 +293,9 @@ class FleetOracle:
         return total, count
 
     def _unit_gradients(self, theta: Tensor, part: DrawnBatch) -> tuple[list[Tensor], Tensor]:
-        """Return the mean gradient of each of the U units, and a mask `[U]`.
+        """Return the mean gradients of the batch's U units (records or persons), and a mask `[U]`.
 
-        The mask is False for a unit whose gradient is not finite; such a unit counts as zero.
+        The mask is False for a unit whose gradient is not finite; its gradient counts as zero.
         """
         grads = self._gradients.of_records(theta, part)
         if self._logs_lost:
@@ -348,7 +345,8 @@ class FleetOracle:
             if counts:
                 count = noised_counts(count, self._count_std[:, 0].tolist(), self._noise)
             return total.float(), count.float()
-        # Clients without noise have a standard deviation of exactly 0, even if C is infinite.
+        # Without noise, C may be infinite. A client without noise has a standard deviation of
+        # exactly 0, not 0 times infinity, so its sum stays unchanged.
         if self._plan.multipliers.any():
             # Add in place: nobody else uses the sum, and a copy would cost memory and time.
             total = total.addcmul_(self._std.to(total.dtype), self._normal(total))
@@ -357,7 +355,7 @@ class FleetOracle:
         return total.float(), count.float()
 
     def _normal(self, like: Tensor) -> Tensor:
-        """Return the next standard normal numbers in the shape of `like`, one row per client."""
+        """Return new standard normal noise in the shape of `like`, which has one row per client."""
         rows = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         for row, noise in zip(rows, self._noise, strict=True):
             noise.fill(row)
@@ -386,7 +384,7 @@ class FleetOracle:
 
 
 def _place_draws(terms: RoundTerms) -> list[np.random.Generator]:
-    """Return a random generator of places for each client; [] without exact isolation."""
+    """Return a generator per client that draws its units' places; [] if isolation is "fast"."""
     if terms.isolation != "exact":
         return []
     return [terms.streams.generator("place", terms.round, i) for i in terms.clients]

@@ -1,8 +1,8 @@
-"""The privacy plan: all constants of sampling, clipping and noise, fixed before records are read.
+"""The privacy plan of a run: how each client samples records, clips gradients and adds noise.
 
-Rates, expected batches and noise follow from the configuration and the declared sizes of the
-clients, never from records. The oracle, which computes noised gradients, executes
-`Plan.mechanism(i)` for client i, and the privacy ledger stores it.
+The plan is fixed before records are read. Its rates, expected batches and noise follow from the
+configuration and the declared sizes of the clients, never from records. The oracle, which computes
+noised gradients, executes `Plan.mechanism(i)` for client i, and the privacy ledger stores it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dpfed.privacy.mechanism import Mechanism, Sampling
 from dpfed.privacy.planning.batch import automatic_batch
 from dpfed.privacy.published import show_setting
 
-# Smaller noise multipliers are refused: epsilon is then meaninglessly large and imprecise.
+# Smallest allowed noise multiplier. With less noise, epsilon is so large that it means nothing, and
+# its computation is imprecise.
 LEAST_NOISE = 0.01
 # Clients whose sampling rates differ by at most this relative amount share one noise multiplier.
 # The multiplier is calibrated for the highest of these rates.

@@ -18,7 +18,7 @@ from typing import TypeGuard
 
 # Number of significant digits of an epsilon in a plot.
 PLOTTED_DIGITS = 5
-# Decimal context that never rounds: every float has fewer than 1,200 decimal digits in all.
+# Decimal context with enough digits to represent every float exactly, so that it never rounds.
 _EXACT = decimal.Context(prec=1200)
 
 
@@ -107,7 +107,7 @@ def _is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def _no_number(value: float | None) -> str:
-    """Return the text for None, infinity or NaN."""
+    """Return the text that is shown for a value that is None, infinity or NaN."""
     return "none" if value is None else repr(float(value))
 
 

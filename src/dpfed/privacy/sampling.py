@@ -80,7 +80,7 @@ class DrawnBatch:
 
 
 def draw(mechanism: Mechanism, units: int, rng: np.random.Generator) -> Positions:
-    """Draw one batch: return the positions of its units among the client's `units` units."""
+    """Draw one batch of a client with `units` units; return the positions of the drawn units."""
     if mechanism.sampling == "poisson":
         return np.flatnonzero(rng.random(units) < mechanism.rate)
     return np.sort(rng.choice(units, size=fixed_size(mechanism.rate, units), replace=False))

@@ -13,7 +13,7 @@ def examples(result: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the generated texts of a run, each with its prompt and the expected text.
 
     Each text is put on one line. Damaged entries are left out. A long prompt is cut at its start,
-    and another long text at its end.
+    and any other long text at its end.
     """
     found = result.get("examples")
     if not isinstance(found, list):

@@ -9,8 +9,8 @@ from typing import Any
 
 from dpfed.privacy.published import show_setting
 
-# Settings that do not change the meaning of the results, such as the seed. Runs that differ only in
-# these settings are shown as seeds of one method.
+# Settings that do not define the method, such as the seed. Runs that differ only in these settings
+# are shown together, as several seeds of one method.
 ALIKE = frozenset(
     {
         "run.seed",
@@ -90,7 +90,7 @@ def apart(
 
 
 def _equal(labels: Sequence[str]) -> list[list[int]]:
-    """Return the positions of equal labels: one list for each label that occurs more than once."""
+    """Find labels that occur more than once; return for each of them the list of its positions."""
     found: dict[str, list[int]] = {}
     for i, label in enumerate(labels):
         found.setdefault(label, []).append(i)

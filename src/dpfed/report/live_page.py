@@ -32,8 +32,8 @@ class LivePage:
         self._folders = folders
         self._read = read
         self._lock = threading.Lock()
-        # Take the time stamps before reading the files. A file that changes in between is then read
-        # again at the next request.
+        # Take the time stamps before the files are read. If a file changes in between, its new
+        # stamp differs and the next request reads it again.
         self._stamps = self._file_stamps()
         self._report = read()
 
@@ -120,7 +120,7 @@ def handler(live: LivePage) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: request lines would scroll the page's address out of the terminal."""
+            """Log nothing: request lines would push the page's address out of the terminal."""
 
     return Handler
 

@@ -29,7 +29,8 @@ from dpfed.training.result import is_causal
 from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import STATEMENT
 
-# Models that dpfed defines. They start from random weights and have no transformers class.
+# Models whose architecture dpfed defines. They start from random weights, and transformers has no
+# class for them.
 OWN_MODELS = ("gn-resnet18", "linear")
 MAX_CLASSES = 50
 
@@ -145,7 +146,7 @@ def _image_sentence(config: Config) -> str:
 
 
 def _base(config: Config) -> str:
-    """Return the sentence part that tells the user of an adapter where to find its base model."""
+    """Return a phrase for the model card that says which base model an adapter needs."""
     name = config.model.name
     weights = config.model.weights
     if base_of(config) is None:

@@ -24,14 +24,14 @@ OPERATOR_BANNER = (
     "Made with --public, a page leaves that out."
 )
 
-# Scores of tasks that are not measured by accuracy: key in the result, name on the page, and the
-# function that formats the value.
+# Scores of tasks without accuracy: key in the result of a run, name on the page, and function that
+# formats the value.
 OTHER_SCORES = (("perplexity", "Perplexity", show_perplexity), ("r2", "R2", show_score))
 
 
 @dataclass(frozen=True)
 class Card:
-    """One number at the top of the page: its name, its value as text, and a note."""
+    """A card at the top of the page: one number with its name, its value as text, and a note."""
 
     name: str
     value: str
@@ -69,7 +69,7 @@ def lead(groups: Sequence[Group]) -> str:
 
 
 def _shape(group: Group) -> str:
-    """Return the size of a run as text: its clients, cohort, rounds and local steps."""
+    """Return the size of a run as text: clients, clients per round, rounds and local steps."""
     clients = number(group.first("clients")) or number(_setting(group, "data", "clients"))
     keys = ("participation", "rounds", "local_steps")
     share, rounds, steps = (number(_setting(group, "run", key)) for key in keys)
@@ -84,7 +84,7 @@ def _shape(group: Group) -> str:
 def best_group(groups: Sequence[Group]) -> Group | None:
     """Return the group of runs with the highest mean score among those with the smallest epsilon.
 
-    Return None if no run has been scored.
+    Return None if no run has a score yet.
     """
     rows = tuple(Row(label=g.label, scores=g.scores, epsilon=g.epsilon) for g in groups if g.scores)
     names = best_of(rows, larger_epsilon(Table("", "", rows)), least=1)
@@ -138,7 +138,7 @@ def _epsilon_cards(group: Group) -> list[Card]:
     server = group.epsilon["server_worst"]
     third = group.epsilon["third_party"]
     delta = number(group.first("delta")) or (group.privacy and group.privacy.planned.delta)
-    # Use the non-breaking space and hyphen, so that a browser does not break the line inside "δ =
+    # Use a non-breaking space and hyphen. Otherwise a browser could break the line inside "δ =
     # 1e-5".
     at = f", δ\u00a0=\u00a0{short(delta)}".replace("-", "\u2011") if delta else ""
     planned = ""
@@ -166,7 +166,7 @@ def _spent_card(group: Group, run: RunData, at: str) -> Card:
 
     Another card shows the epsilon that is planned for the whole run.
 
-    at  text with the value of delta, to be added to the note
+    at  text with the value of delta, which is appended to the note on the card
     """
     value = "not known" if group.spent is None else show_loss(group.spent, 2)
     who = f"by {_worst_client(group)}"

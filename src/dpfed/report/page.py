@@ -57,7 +57,7 @@ class Report:
 
 
 def runs_only(folder: Path, public: bool) -> tuple[Table, list[Group]]:
-    """Refuse the folder of a study: the default `read_study`, for pages that show only runs."""
+    """Raise DpfedError for a study's folder: the default `read_study`, for pages with runs only."""
     raise DpfedError(f"{folder} is the folder of a study: give the folder of a run")
 
 
@@ -103,7 +103,7 @@ def _with_different_labels(groups: Sequence[Group], places: Sequence[str]) -> li
 def runs_side_by_side(groups: Sequence[Group]) -> Table:
     """Return a table with one row per group of runs, for runs that belong to no study.
 
-    Unlike a study's table, it has nothing about the search for learning rates.
+    Unlike the table of a study, it has no columns about the search for learning rates.
     """
     rows = []
     notes = [

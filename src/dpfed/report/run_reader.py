@@ -36,8 +36,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Number of logarithmically spaced rounds at which an epsilon curve is computed. It is small,
-# because the accountant needs some time for each round.
+# Number of rounds, logarithmically spaced, at which an epsilon curve is computed. More rounds would
+# take too long, because the accountant computes each epsilon anew.
 POINTS = 12
 STUDY_FILE = "study.json"
 
@@ -63,7 +63,7 @@ class RunData:
     label_counts: Mapping[str, Any] | None = None
 
     def curve(self, key: str, diagnostics: bool = False) -> dict[int, float]:
-        """Return a measured value over rounds, as a dict from round to value.
+        """Return the values of one metric over the rounds, as a dict from round to value.
 
         key          name of the value
         diagnostics  True to read it from the diagnostics, False to read it from the metrics
@@ -74,7 +74,7 @@ class RunData:
 
     @property
     def last(self) -> int:
-        """Number of the last completed round."""
+        """Number of the last round that is completed."""
         return max((int(row["round"]) for row in self.rows), default=0)
 
     @property
@@ -135,10 +135,10 @@ class Privacy:
         return _advantage(self.planned)
 
     def over_rounds(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        """Return (rounds, server's epsilon after each, third party's epsilon after each).
+        """Return (rounds, epsilons against the server, epsilons against a third party).
 
-        The epsilons are planned ones. If the third party's epsilon does not hold, the server's
-        epsilon replaces it.
+        The third party sees only the global models. The epsilons are planned ones, one after each
+        round. If the third party's epsilon does not hold, it is replaced by the server's.
         """
         at, server, third = over_rounds(self.planned)
         return at, server, server if self.void else third
@@ -234,9 +234,10 @@ def number(value: Any) -> float | None:
 
 @lru_cache(maxsize=64)
 def over_rounds(planned: Planned) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return (rounds, server's epsilon after each, third party's epsilon after each), as planned.
+    """Return (rounds, epsilons against the server, epsilons against a third party), as planned.
 
-    The rounds are those that `rounds_shown` selects.
+    The third party sees only the global models. The rounds are those that `rounds_shown` selects,
+    and each has two epsilons.
     """
     at = rounds_shown(planned.rounds)
     return (
@@ -314,7 +315,7 @@ def group_of(label: str, paths: Sequence[Path], runs: Sequence[RunData], public:
     try:
         found = read_recorded_spending(paths[0])
     except DpfedError as error:
-        # The error message names a folder, which must not appear on a public page.
+        # Use this sentence on a public page in place of the error message, which names a folder.
         hidden = "the ledger could not be read, so this page has no epsilon from it"
         return Group(label, tuple(runs), trouble=hidden if public else str(error))
     epsilons = () if public else tuple(float(value) for value in found.epsilons)
@@ -331,8 +332,8 @@ def grouped(paths: Sequence[Path], public: bool) -> list[Group]:
     members: dict[str, list[Path]] = {}
     whole_settings: dict[str, dict[str, Any]] = {}
     for path in paths:
-        # Compare all settings, also those that a public page hides: runs on different data belong
-        # to different groups.
+        # Compare all settings, even those that a public page hides. Otherwise runs on different
+        # data could form one group.
         settings = flat(_settings(path))
         identity = {key: value for key, value in settings.items() if key not in ALIKE}
         key = json.dumps(identity, sort_keys=True, default=str)

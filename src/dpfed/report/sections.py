@@ -140,7 +140,7 @@ def _privacy(groups: Sequence[Group], public: bool) -> list[Card]:
 
 
 def bold(text: str) -> str:
-    """Return the text escaped and in bold, as HTML."""
+    """Return a text as HTML: in bold, with special characters escaped."""
     return Markup("<strong>{}</strong>").format(text)
 
 
@@ -178,7 +178,7 @@ def _common_settings(groups: Sequence[Group]) -> dict[str, Any]:
         for key, value in first.items()
         if all(key in other and other[key] == value for other in others)
     }
-    # Leave out the seed, which is not common: the runs of a group have different seeds.
+    # The runs of a group have different seeds, so leave the seed out of the common settings.
     if any(len(group.runs) > 1 for group in groups):
         common.pop("run.seed", None)
     return common

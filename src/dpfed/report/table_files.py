@@ -26,8 +26,8 @@ _LATEX = str.maketrans({
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     "–": "--", "|": r"\textbar{}", "¶": r"$^{\P}$", "†": r"$^{\dagger}$", "‡": r"$^{\ddagger}$",
     "§": r"$^{\S}$", "<": r"\textless{}", ">": r"\textgreater{}",
-    # `to_latex` puts these two characters around bold words. It cannot put \textbf there, because
-    # `escape` would escape it.
+    # `to_latex` puts these two characters around bold words, and escaping turns them into
+    # \textbf{...}. A \textbf in the text itself would be escaped.
     "\x00": r"\textbf{", "\x01": "}",
 })  # fmt: skip
 
@@ -131,7 +131,7 @@ def _pipes(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Return the text with the special characters of LaTeX escaped."""
+    """Return a text in which the special characters of LaTeX are escaped."""
     return text.translate(_LATEX)
 
 

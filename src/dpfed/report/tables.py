@@ -12,10 +12,10 @@ from dpfed.privacy.published import show_loss, show_number
 from dpfed.report.measures import ACCURACY, DASH, Measure
 from dpfed.training.callbacks.public_figures import FIGURES
 
-# Two epsilons count as equal if their ratio is below this factor. Runs that are calibrated to one
-# target epsilon differ by less.
+# Two epsilons count as equal if their ratio is below this factor. Runs whose noise is chosen for
+# one target epsilon differ by less than this.
 EQUAL_EPSILON_FACTOR = 1.01
-# Footnotes by their mark. No mark is an asterisk, because an asterisk would begin a list in
+# Footnotes by their mark, such as †. An asterisk is no mark, because it would begin a list in
 # Markdown.
 FOOTNOTES = {
     "†": "spends a larger epsilon than others at the same noise, so it is not on equal terms "
@@ -25,8 +25,8 @@ FOOTNOTES = {
     "‡": "has runs that diverged, which count as accuracy 0",
     "§": "could not be run: ",
 }
-# Column numbers of the table that `cells` returns, the most important column first. A narrow screen
-# shows only the first of them.
+# Numbers of the columns that `cells` returns, in order of importance. A narrow screen shows only
+# the first columns of this list.
 IMPORTANCE = (0, 3, 4, 1, 5, 6, 2, 7, 8)
 # Number of columns that every table has. Tables with further scores have a column for each of these
 # after them.
@@ -124,7 +124,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def larger_epsilon(table: Table) -> set[str]:
-    """Return the labels of rows whose epsilon exceeds the smallest epsilon of their column.
+    """Return the labels of rows with a larger epsilon than the smallest one of their column.
 
     Two epsilons that differ by a factor of at most EQUAL_EPSILON_FACTOR count as equal.
     """
@@ -264,7 +264,7 @@ def grid_words(table: Table, bold: Bold) -> Words | None:
         for column in columns:
             best |= best_of([row for row in table.rows if row.column == column], costly)
     else:
-        # With only one method, compare its results for all values of the axis with one another.
+        # If there is only one method, compare its own results for all values of the axis.
         in_one_column = tuple(replace(row, column="") for row in table.rows)
         best = best_of(table.rows, larger_epsilon(replace(table, rows=in_one_column)))
 

@@ -16,7 +16,8 @@ from dpfed.errors import DpfedError, phrase
 from dpfed.studies.search import Point, Space
 
 REFERENCE = "dp-fedadamw"
-# Order of the methods in tables, as in the DP-FedAdamW paper. REFERENCE comes last.
+# Order of the methods in tables, as in the DP-FedAdamW paper. The method REFERENCE, with which the
+# others are compared, is last.
 ORDER = (
     "dp-fedavg",
     "dp-scaffold",
@@ -60,7 +61,7 @@ class Arm:
         return tuple(self.grids.values())
 
     def configure(self, base: Mapping[str, Any], point: Point, registry: Registry) -> Config:
-        """Return the configuration `base` with the arm's overrides and the learning rates `point`.
+        """Return the configuration of this method: `base`, the overrides and the rates in `point`.
 
         point  one value for each learning rate in `grids`, in this order
         """
@@ -77,7 +78,7 @@ def parse_arms(
 
 
 def parse_names(text: str, base: Config, registry: Registry) -> dict[str, str]:
-    """Parse the option `--algorithms`. Return a text `NAME` or `NAME:key=value` for each label.
+    """Parse the option `--algorithms`. Return a string `NAME` or `NAME:key=value` for each label.
 
     Commas separate methods and variants of methods. The word `all` means every method.
     Example: "dp-fedavg,dp-fedadamw:gamma=0;agg=off".
@@ -103,8 +104,9 @@ def everything(base: Config, registry: Registry) -> list[str]:
     names = [name for name in ORDER if name in registry.algorithm]
     names += [name for name in registry.algorithm if name not in (*ORDER, REFERENCE)]
     if "dp-fedsam" in names and base.privacy.enabled and base.privacy.target_epsilon is None:
-        # This variant of DP-FedSAM spends as much epsilon as the other methods. With a target
-        # epsilon it is not needed, because every method then spends the target.
+        # This variant of DP-FedSAM has more noise, so that it spends as much epsilon as the other
+        # methods. With a target epsilon every method spends the target, so the variant is not
+        # needed.
         names.insert(names.index("dp-fedsam") + 1, EQUAL_EPS)
     if base.model.train == "lora":
         names.append(FFA_LORA)
@@ -118,9 +120,10 @@ def make_arm(
     grids: Mapping[str, tuple[float, ...]],
     **place: str | None,
 ) -> Arm:
-    """Return the arm that a text `NAME` or `NAME:key=value;key=value` describes.
+    """Return the arm (method with its settings) that a string such as `NAME:key=value` describes.
 
-    Keys without a dot belong to the configuration section [algorithm].
+    Without settings the string is `NAME`; semicolons separate several settings. Keys without a dot
+    belong to the configuration section [algorithm].
 
     grids  learning rates that the search tries first, by label or method; without an entry, these
            are the default rates of the method

@@ -13,7 +13,10 @@ from dpfed.training.job.job_cache import JobCache
 
 
 class InProcess:
-    """A `Runner` without worker processes. `start` returns only after the run has ended."""
+    """A `Runner` that computes runs in this process, one after another.
+
+    `start` returns only after the run has ended.
+    """
 
     def __init__(self) -> None:
         self._ended: deque[tuple[str, str | None]] = deque()

@@ -20,7 +20,7 @@ from dpfed.training.run_folder.files import METRICS, read_result, read_rows
 from dpfed.training.run_folder.folder import versions
 
 NO_R2 = "all numbers in one half of the test set are equal, so there is no R2"
-# Errors that reading a damaged file can raise.
+# Errors that may be raised when a damaged file is read.
 DAMAGED = (
     OSError,
     ValueError,
@@ -139,7 +139,8 @@ def read_outcome(folder: Path) -> Outcome | None:
         if result["state"] not in ("finished", "stopped") or result["versions"] != versions():
             return None
         rows = read_rows(folder / METRICS)
-        # A damaged last line is skipped. Then the last round is missing, and the run is repeated.
+        # A crash may cut the last line short, so that it is not read. The last round is then
+        # missing, and the study repeats the run.
         if rows[-1]["round"] != result["rounds"]:
             return None
         measure = measure_of(str(result.get("task")))
@@ -147,7 +148,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         if measure is R2 and result["test_r2"] is None:
             if result["test_loss"] is not None:
                 return Outcome(failed=NO_R2)
-            # Neither R2 nor loss is stored if the loss is infinite or NaN.
+            # If the loss is infinite or NaN, the file has neither R2 nor loss.
             diverged = True
         scored = [row for row in rows if row.get(measure.key) is not None]
         curve = tuple((int(row["round"]), float(row[measure.key])) for row in scored)
@@ -200,7 +201,7 @@ def _plausible(found: Outcome) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove the folder of an interrupted run, if it exists.
+    """Delete the folder of an interrupted run, if it exists.
 
     No result is lost: the run is a seeded simulation, which can be repeated exactly.
     """
@@ -210,7 +211,7 @@ def clear(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
         except OSError:
-            # Try again after a pause: a worker of a killed study may still be writing files.
+            # A worker process of a killed study may still be writing files. Wait, and try again.
             time.sleep(pause_s)
     if folder.exists():
         raise DpfedError(

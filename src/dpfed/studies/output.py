@@ -75,7 +75,7 @@ def _row(result: ArmResult, done: Mapping[str, ArmResult], study: Study) -> Row:
 
 
 def _scores(result: ArmResult, measure: Measure) -> tuple[float, ...]:
-    """Return the scores of an arm's runs, one per seed; () if a diverged run has no score."""
+    """Return the scores of one method's runs, one per seed; () if a diverged run has no score."""
     found = [outcome.main(measure) for outcome in result.reported]
     scores = tuple(score for score in found if score is not None)
     return scores if len(scores) == len(found) else ()
@@ -93,7 +93,7 @@ def _other_means(result: ArmResult) -> dict[str, float | None]:
 
 
 def _largest_epsilon(result: ArmResult, view: str) -> float | None:
-    """Return the largest epsilon of an arm's runs against one observer; None without privacy.
+    """Return the largest epsilon of one method's runs against an observer; None without privacy.
 
     The epsilons can differ, because each seed gives the clients other numbers of records.
 
@@ -147,12 +147,12 @@ def _privacy_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def failures(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each arm that failed: its label, and the reason."""
+    """Return a line of text for each method that failed: its label, and the reason."""
     return [f"{result.arm.label}: {result.failed}" for result in results if result.failed]
 
 
 def curves_of(results: Sequence[ArmResult], axis: str) -> list[Curve]:
-    """Return, for each arm, its scores over the rounds, without runs that stopped early.
+    """Return, for each method, its scores over the rounds, without runs that stopped early.
 
     axis  setting that varies over the columns of the table; the plot then has one panel for each
           column. "" for a single panel

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dpfed.training.job.job_cache import JobCache
 
 
-# Text of errors after which a process cannot use the GPU any more.
+# If the text of an error begins with this string, the process can no longer use the GPU.
 BROKEN = "CUDA error"
 STDOUT_AND_STDERR = (1, 2)
 WAIT_FOR_EXIT_S = 5
@@ -118,8 +118,8 @@ class Worker:
         self.packed = False
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, gpu), daemon=True)
-        # The new process inherits this setting. Ctrl-C then stops only the parent process, which
-        # ends the workers.
+        # Let the worker process ignore Ctrl-C, a setting that it inherits. Ctrl-C then stops only
+        # the parent process, which ends the workers.
         with _ctrl_c_ignored():
             self._process.start()
         theirs.close()
@@ -133,7 +133,7 @@ class Worker:
             self.connection.send(requests)
 
     def obituary(self) -> str:
-        """Clean up after a dead worker, and return a sentence about why its process died."""
+        """Clean up after a dead worker process, and return a sentence about why it died."""
         self._process.join(WAIT_FOR_EXIT_S)
         code = self._process.exitcode
         self.end()
@@ -170,7 +170,7 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def work(connection: Connection, gpu: str | None) -> None:
-    """Receive packs of runs and compute them until the connection closes.
+    """Receive packs (runs to compute together) and compute them until the connection closes.
 
     This is the main function of a worker process.
 
@@ -241,7 +241,7 @@ def run_pack(
 
 
 def cache_purpose(tables: Mapping[str, Any]) -> str:
-    """Return a text that is equal for runs that can use the same cached objects.
+    """Return a string that is equal for all runs that can use the same cached objects.
 
     Cached objects, such as the model, depend on the data, model, device and precision of a run.
     """
@@ -255,7 +255,7 @@ def _source_of(config: Config, sources: dict[Any, Any]) -> Source:
 
     key = (config.data, label_task(config.model))
     if key not in sources:
-        # Keep only one data set in memory, because it may be large.
+        # Keep only one data set in memory, because data sets may be large.
         sources.clear()
         sources[key] = configured_source(config.data, config.model)
     found: Source = sources[key]
@@ -275,7 +275,7 @@ def run_one(
     A run that stopped early has not failed, because it has written its results.
 
     sources  loaded data, by their configuration
-    place    connects the run with the other runs of its pack; None for a single run
+    place    connects the run with other runs that are computed together; None for a single run
     cache    objects that an earlier run has prepared, such as the model; None to prepare all anew
     """
     from dpfed.config import build
@@ -300,15 +300,15 @@ def run_one(
         return str(error)
     except Exception as error:
         if place is not None and str(error).startswith(BROKEN):
-            # Let this worker process end, because it cannot use the GPU any more. The pool then
-            # repeats the runs of the pack one by one.
+            # End this worker process, because it can no longer use the GPU. The pool then repeats
+            # its runs one by one in another worker.
             raise
         if place is None or not (isinstance(error, UnbatchableError) or out_of_memory(error)):
             return _defect(error)
     # Remove the files of this attempt, because the run is repeated alone from its beginning.
     clear(folder)
-    # Raise after the `except` block: an error raised inside it refers to the first error, and
-    # through its traceback to the model, whose memory could not be freed.
+    # Raise this error only after the `except` block. Inside the block it would refer to the first
+    # error, whose traceback keeps the model in memory.
     raise UnbatchableError
 
 

@@ -53,9 +53,9 @@ def along(key: str, values: Sequence[float | int]) -> Callable[[Config, Methods]
 
 
 def joined(method: str, *changes: str) -> str:
-    """Return the text of a method or variant, such as "dp-fedavg:lr=1", with further changes.
+    """Return the string of a method or variant, such as "dp-fedavg:lr=1", with further changes.
 
-    If a key then occurs twice in the text, its last value counts.
+    If a key then occurs twice in the string, its last value counts.
     """
     name, _, own = method.partition(":")
     return f"{name}:{';'.join(filter(None, (own, *changes)))}"
@@ -87,7 +87,7 @@ def skew(base: Config, methods: Methods) -> Cells:
 
 
 def clip_norms(base: Config, methods: Methods) -> Cells:
-    """Return arms with 0.1 to 10 times the configured clip norm.
+    """Return arms (methods with settings) that have 0.1 to 10 times the configured clip norm.
 
     The paper's clip norms are not used, because the size of gradients depends on the model.
     """
@@ -96,7 +96,7 @@ def clip_norms(base: Config, methods: Methods) -> Cells:
 
 
 def local_steps(base: Config, methods: Methods) -> Cells:
-    """Return arms with 1/4 to 4 times the configured local steps; the rounds are not changed."""
+    """Return arms (methods with settings) that have 1/4 to 4 times the configured local steps."""
     steps = base.run.local_steps
     values = sorted({max(1, steps // 4), max(1, steps // 2), steps, 2 * steps, 4 * steps})
     return along("run.local_steps", values)(base, methods)
@@ -195,7 +195,10 @@ def preset_arms(
 
 
 def _unchanged(arms: Sequence[Arm], name: str, base: Config, registry: Registry) -> str | None:
-    """Return the label of the arm that leaves the base configuration unchanged, or None."""
+    """Return the label of the arm that does not change the base configuration; None if none.
+
+    An arm is a method with its settings.
+    """
     plain = make_arm(name, name, registry, {})
     tables = to_dict(base)
     start = tuple(grid[0] for grid in plain.space)

@@ -11,8 +11,8 @@ from dpfed.studies.arms import Arm, parse_arms, parse_grids, parse_names
 from dpfed.studies.presets import Grids, preset_arms
 from dpfed.studies.study import Study
 
-# In these presets, each arm sets the noise. The list of methods that `all` means depends on whether
-# sigma or a target epsilon is set, so it is found with the override given here.
+# In these presets each arm sets the noise itself. The methods that `all` means depend on how noise
+# is set, so they are found with this override of the configuration.
 NOISE_OF_PRESET = {"sigma": ["privacy.sigma=1"], "epsilon": ["privacy.target_epsilon=1"]}
 
 

@@ -36,10 +36,11 @@ Point = tuple[float, ...]
 
 EXTRA = 2
 LIMIT = 5
-# A model has learned if its loss is below this fraction of the loss of a model that ignores its
-# input.
+# A model has learned something if its loss is below this fraction of the loss of a model that
+# ignores its input.
 TAUGHT = 0.98
-# If the user gives only one learning rate, the next rates are this rate times or divided by LONE.
+# If the user gives only one learning rate, its neighbours in the search are the rate times this
+# factor and the rate divided by it.
 LONE = math.sqrt(10)
 
 
@@ -70,8 +71,8 @@ def mean(scores: Sequence[Score]) -> Score:
     """
     count = len(scores)
     loss = sum(score.loss for score in scores) / count
-    # A run that diverged may have no blind values (of a model that ignores its input), so take
-    # those of another run.
+    # A run that diverged may lack the scores of a model that ignores its input. Take these scores
+    # from another run.
     informed = max(scores, key=lambda score: (score.blind_accuracy, score.blind_loss))
     accuracies = [score.accuracy for score in scores if score.accuracy is not None]
     if not accuracies:
@@ -83,7 +84,7 @@ def mean(scores: Sequence[Score]) -> Score:
 
 
 def largest(spaces: Sequence[Space]) -> int:
-    """Return the number of values in the largest grid of all spaces."""
+    """Return the number of learning rates in the largest grid of all methods."""
     return max((len(grid) for space in spaces for grid in space), default=0)
 
 
@@ -158,7 +159,7 @@ def best(scored: Scores) -> Point:
 
 
 def _close_to_top(scored: Scores) -> dict[Point, Score]:
-    """Return the points whose accuracy is within one standard error of the highest accuracy."""
+    """Return the points (learning rates) within one standard error of the highest accuracy."""
     top = _top(scored)
     least = _accuracy(top) - top.error
     return {point: score for point, score in scored.items() if _accuracy(score) >= least}
@@ -174,14 +175,14 @@ def _accuracy(score: Score) -> float:
 
 
 def winners(scored: Scores) -> list[Point]:
-    """Return the points with the lowest loss of all whose accuracy is close to the highest."""
+    """Return, of the points with an accuracy close to the highest, those with the lowest loss."""
     close = _close_to_top(scored)
     lowest = min(score.loss for score in close.values())
     return [point for point, score in close.items() if score.loss == lowest]
 
 
 def decision(scored: Scores) -> str:
-    """Return a text that says whether accuracy or loss selected the best point."""
+    """Return a text that says if accuracy or loss selected the best learning rates."""
     chosen = scored[best(scored)]
     close = _close_to_top(scored)
     if chosen.accuracy is None:
@@ -195,7 +196,7 @@ def decision(scored: Scores) -> str:
 
 
 def lost(scored: Scores) -> bool:
-    """Return True if no tried point led to a better model than one that ignores its input.
+    """Return True if no tried learning rate led to a better model than one that ignores its input.
 
     A model is better if its accuracy is clearly higher or its loss clearly lower.
     """
@@ -214,7 +215,7 @@ def at_edges(scored: Scores) -> list[bool]:
 
 
 def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
-    """Return two booleans: better values of a key may lie below, and above, the tried values."""
+    """Return two booleans: better values of a learning rate may lie below, above the tried ones."""
     tried = {point[key] for point in scored}
     if lost(scored):
         at_top = [score for point, score in scored.items() if point[key] == max(tried)]
@@ -224,7 +225,7 @@ def _edges(scored: Scores, key: int) -> tuple[bool, bool]:
 
 
 def propose(space: Space, scored: Scores) -> Point:
-    """Return the next point to try: an already tried point with the value of one key changed.
+    """Return the next learning rates to try: tried ones, with the value of one key changed.
 
     Keys whose best value is the smallest or largest tried value are changed first, in turn.
     """
@@ -248,7 +249,8 @@ def propose(space: Space, scored: Scores) -> Point:
 def _beyond_edge(grid: Grid, scored: Scores, key: int) -> Point:
     low, high = _edges(scored, key)
     values = sorted({point[key] for point in scored})
-    # If training diverged even at the best point, all tried rates are too large.
+    # If training diverged even at the best point, all tried learning rates are too large. The next
+    # one is then smaller.
     all_diverged = math.isinf(scored[best(scored)].loss)
     up = high and (not low or (not all_diverged and _upper_edge_is_next(values, grid)))
     end = values[-1] if up else values[0]

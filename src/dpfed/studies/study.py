@@ -37,7 +37,7 @@ from dpfed.studies.search import (
 )
 from dpfed.training.run_folder.files import MODEL
 
-# The seeds of the search begin at run.seed + TUNING_SEED, far above the seeds of reported runs.
+# The seeds of search runs begin at run.seed + TUNING_SEED, far above those of reported runs.
 TUNING_SEED = 1_000_003
 STUDY = STUDY_FILE
 RUNS = "runs"
@@ -69,7 +69,7 @@ class Study:
     def asked(self) -> dict[str, Any]:
         """The description as JSON values. Studies are identical if these values are equal."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        # Leave defaults out, because the stored descriptions of older studies lack these keys.
+        # Older versions of dpfed did not store these keys, and older descriptions must stay equal.
         for key, default in (("search_seeds", 1), ("given", "")):
             if plain[key] == default:
                 del plain[key]
@@ -77,7 +77,7 @@ class Study:
 
     @property
     def measure(self) -> Measure:
-        """The kind of score, accuracy or R2, by which the table compares the arms."""
+        """The kind of score, accuracy or R2, by which the table compares the methods."""
         return measure_of(str(self.base["model"].get("task")))
 
     @property
@@ -87,7 +87,7 @@ class Study:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The results of an arm. `point` has its best learning rates, or None if a run has failed.
+    """The results of an arm (a method). `point`: best learning rates, None if a run has failed.
 
     tuned  validation score of each point (learning rates) that the search tried
     """
@@ -175,7 +175,7 @@ class Progress:
         return largest([arm.space for arm in self.study.arms])
 
     def _working_arms(self) -> list[int]:
-        """Return the numbers of the arms without a failed run."""
+        """Return the numbers of the arms (methods with their settings) without a failed run."""
         return [i for i in range(len(self.study.arms)) if self.failure(i) is None]
 
     def wanted(self) -> list[Task]:
@@ -203,7 +203,7 @@ class Progress:
         return sorted(missing.values(), key=lambda task: -task.cost)
 
     def planned(self) -> Planned:
-        """Return the number of runs of the study, as far as it follows from the ended runs."""
+        """Return the number of runs that the study needs, as far as ended runs determine it."""
         study = self.study
         live = self._working_arms()
         tuned = [i for i in live if study.arms[i].grids]
@@ -227,7 +227,7 @@ class Progress:
         return searched | {self.task(i, self.chosen(i), seed).key for i in arms for seed in seeds}
 
     def signature(self, arm: int) -> tuple[str, Any]:
-        """Return a value that is equal for arms with equal settings, which share their runs."""
+        """Return a value that is equal for methods with equal settings, which share their runs."""
         space = self.study.arms[arm].space
         first = initial(space, 1)[0] if space else ()
         return make_task(self.study, arm, first, 0, self.registry).key, space
@@ -271,7 +271,7 @@ def make_task(
     run = dataclasses.replace(run, **changes, checkpoint_every=0)
     tables = to_dict(dataclasses.replace(config, run=run))
     rates = " ".join(f"{key}={lr:g}" for key, lr in zip(this.grids, point, strict=True))
-    # All versions of dpfed compute this key alike, so that a newer one can resume the study.
+    # Leave out an empty `given`: older versions of dpfed computed the key without it.
     given = {"given": study.given} if study.given else {}
     key = key_of(as_first_written(tables) | given)
     return Task(key, f"{this.label}  {rates}  {phase}", tables, tuning, cost_of(config))
@@ -341,7 +341,7 @@ def conduct(
     on_run: Callable[[EndedRun], None] = lambda ended: None,
     packing: Packing = ALONE,
 ) -> list[ArmResult]:
-    """Run all tasks of the study that have no result yet, and return the results of the arms.
+    """Run all tasks of the study that have no result yet, and return the results of all methods.
 
     on_run  is called for each ended run, also if an earlier process has finished the run
     """
@@ -379,7 +379,7 @@ def _finished(tasks: Sequence[Task], out: Path) -> dict[str, Outcome]:
         outcome = read_outcome(out / RUNS / task.key)
         if outcome is not None:
             found[task.key] = outcome
-            # The models of search runs are not kept, but a killed study may have left one.
+            # A search run keeps no model, but a killed study may have left the file.
             if task.tuning:
                 (out / RUNS / task.key / MODEL).unlink(missing_ok=True)
     return found

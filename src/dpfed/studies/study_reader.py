@@ -35,8 +35,8 @@ def read_study(folder: Path, public: bool) -> tuple[Table, list[Group]]:
             axis=str(found["axis"]),
             rows=tuple(_row(record, measure, public) for record in found["rows"]),
             reference=found["reference"],
-            # Notes contain seeds. Seeds reveal which clients took part in a round, so a public page
-            # must not show them.
+            # The notes contain seeds, from which anybody could compute which clients took part in a
+            # round. A public page must not show them.
             notes=() if public else tuple(map(str, found["notes"])),
             measure=measure,
         )
@@ -87,8 +87,8 @@ def _groups(folder: Path, table: Table, public: bool) -> list[Group]:
         try:
             tasks = [make_task(study, i, point, seed, registry()) for seed in range(study.seeds)]
         except DpfedError:
-            # A version of dpfed with other settings made the study, so the run folders are unknown.
-            # Show only the table.
+            # A version of dpfed with other settings made the study, so the names of its run folders
+            # are unknown. Show only the table.
             continue
         paths = [folder / RUNS / task.key for task in tasks if is_run(folder / RUNS / task.key)]
         if paths:
@@ -108,7 +108,7 @@ def read_asked(folder: Path) -> Study | None:
 
 
 def _arm(table: Mapping[str, Any]) -> Arm:
-    """Return an arm from its JSON form, which has lists instead of tuples."""
+    """Return an arm (method with its settings) from its JSON form, which has lists, not tuples."""
     grids = {key: tuple(values) for key, values in table["grids"].items()}
     known = _known(Arm, table)
     return Arm(**{**known, "overrides": tuple(table["overrides"]), "grids": grids})

@@ -54,8 +54,7 @@ def evaluate(job: Job, theta: Tensor) -> tuple[float | None, float | None]:
     Without a test set return (None, None). The accuracy of regression is None.
     """
     task = job.model.task
-    # Collect all sums in one tensor on the device, because each copy from the GPU makes the host
-    # wait.
+    # Collect all sums in one tensor on the GPU. Each copy to the CPU would make the CPU wait.
     sums = torch.zeros(3, dtype=torch.float64, device=job.device)
     for scores, labels in scored_batches(job, theta):
         weights = _weights(job, scores)
@@ -82,7 +81,7 @@ def r_squared(job: Job, loss: float | None) -> float | None:
 
 
 def _weights(job: Job, scores: Tensor) -> Tensor:
-    """Return each test record's weight in the mean loss: 1, or the number of its target tokens."""
+    """Return the weight of each test record in the mean loss: 1, or its number of target tokens."""
     if job.model.task.causal:
         return scores[:, TARGETS].double()
     return scores.new_ones(len(scores), dtype=torch.float64)

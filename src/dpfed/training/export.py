@@ -38,8 +38,8 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 from dpfed.training.run_folder.embedded_record import embed
 from dpfed.training.run_folder.files import CONFIG, MODEL, read_result
 
-# The adapter's folder must not contain a config.json, because transformers would take it for the
-# folder of a whole model.
+# File name of the configuration beside an adapter. It must not be config.json, because transformers
+# would take the folder for a whole model.
 ADAPTED_CONFIG = "model_config.json"
 PROBLEM_TYPES = {
     "classify": "single_label_classification",
@@ -91,7 +91,7 @@ def run_settings(folder: Path) -> tuple[Config, dict[str, Any], InputSpec]:
     result = read_result(folder)
     try:
         spec = _input_of(result)
-        # A result without a release note is damaged. Raise KeyError for it here.
+        # Raise KeyError here if the result has no release note, because the file is then damaged.
         _ = result["release"]
     except (KeyError, TypeError):
         raise DpfedError(
@@ -162,8 +162,8 @@ def export(trained: Trained, out: Path, merge: bool = False) -> str:
     kind = "model"
     with short_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        # Write the spending record before the weights. After a crash, no weights then exist without
-        # a statement of their privacy.
+        # Write the spending record before the weights, so that no weights exist without a record of
+        # their privacy after a crash.
         _write_text(out / SPENDING, record)
         if peft is None:
             _save_whole(trained.parts.adapted.model, out, trained)
@@ -211,12 +211,12 @@ def configure(trained: Trained) -> None:
     config = getattr(trained.parts.adapted.model, "config", None)
     if config is None:
         return
-    # Only a model with a classification head has class names; a language model has none.
+    # Only a model with a classification head has class names. A language model has none.
     if trained.parts.built.head:
         classes = trained.result["classes"]
         config.id2label = dict(enumerate(classes))
         config.label2id = {name: i for i, name in enumerate(classes)}
-        # From this value, the pipelines of transformers choose softmax, sigmoid or the raw output.
+        # The pipelines of transformers choose softmax, sigmoid or the raw output by this value.
         config.problem_type = PROBLEM_TYPES[trained.spec.task]
         if trained.spec.task == "regress":
             to_user_unit(trained.parts.adapted.model, trained.parts.head, trained.spec)

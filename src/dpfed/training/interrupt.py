@@ -35,8 +35,8 @@ class Stop:
         received = signal.Signals(number)
         if self.gently and self._signal is None:
             self._signal = received
-            # Use os.write, because `print` raises an error if the signal has interrupted another
-            # `print`.
+            # Use os.write. A `print` in a signal handler raises an error if the signal has
+            # interrupted another `print`.
             notice = f"{received.name}: stopping after this local step; once more to stop at once\n"
             os.write(2, notice.encode())
         elif received is signal.SIGINT:

@@ -1,7 +1,7 @@
 """Write a model folder whose classifier reads the outputs of all layers of an encoder.
 
-The features are centred and scaled by statistics of the server's public records. The folder
-contains these statistics, so runs, networks and exports use it like any other weights.
+The outputs (features) are centred and scaled by statistics of the server's public records. The
+folder contains these statistics, so it can be used as `model.weights` like any other folder.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from dpfed.training.run_folder.atomic_file import short_errors, write_file
 
 # Largest number of public records that determine the statistics.
 RECORDS = 2000
-# Records in one pass of the encoder.
+# Number of records in one forward pass of the encoder.
 ROWS = 32
-# Root mean square norm of the features of public records.
+# Root mean square norm of the features of public records after scaling.
 NORM = 10.0
 
 
 @dataclass(frozen=True)
 class LayersModel:
-    """The widths of the layers, and the number of public records that were read."""
+    """Facts about a written model: its layers' widths, and the number of public records read."""
 
     widths: tuple[int, ...]
     records: int
@@ -52,8 +52,9 @@ class LayersModel:
 def write_layers_model(config: Config, out: Path, source: Source | None = None) -> LayersModel:
     """Write a classifier on all layers of the configured encoder to `out`, a new or empty folder.
 
-    Only inputs of the server's public records are read, without labels. `source`, if given,
-    replaces the configured data.
+    Only inputs of the server's public records (its test set) are read, without labels.
+
+    source  data to use in place of the configured data; None for the configured data
     """
     section = config.model
     if not isinstance(section, PretrainedSection) or section.chosen() is None:
@@ -85,7 +86,7 @@ def write_layers_model(config: Config, out: Path, source: Source | None = None) 
 
 
 def _evenly(inputs: Any) -> dict[str, Tensor]:
-    """Return at most RECORDS records, spread evenly over the table."""
+    """Return the inputs of at most RECORDS records, spread evenly over the table."""
     count = len(next(iter(inputs.values())))
     rows = np.unique(np.linspace(0, count - 1, min(count, RECORDS)).astype(np.int64))
     return {name: torch.from_numpy(np.ascontiguousarray(x[rows])) for name, x in inputs.items()}
@@ -93,7 +94,10 @@ def _evenly(inputs: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _model(built: Built, records: dict[str, Tensor], classes: int) -> Any:
-    """Return the classifier on all layers, with the statistics of these records."""
+    """Return a classifier on all layers of the encoder in `built`.
+
+    Its features are centred and scaled by statistics of `records`.
+    """
     body: Any = built.model.base_model
     _without_randomness(body)
     first = built.prepare({name: x[:1] for name, x in records.items()})
@@ -121,7 +125,7 @@ def _model(built: Built, records: dict[str, Tensor], classes: int) -> Any:
 
 
 def _without_randomness(body: nn.Module) -> None:
-    """Switch off dropout and stochastic depth, so that features are computed once per record."""
+    """Switch off dropout and stochastic depth, so that a record always has the same features."""
     set_dropout(body.config, 0.0)
     for name in ("drop_path_rate", *DROPOUT):
         if getattr(body.config, name, None) is not None:

@@ -43,7 +43,7 @@ Mode = Literal["new", "replace", "resume"]
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The identity of an open run: its name and its folder.
+    """The name and the folder of an open run.
 
     name    random identifier of the run, stored in run.json
     note    sentence that says if the results may be released
@@ -153,8 +153,8 @@ def open_run(
         trackers = Trackers(job.config, out, budget.planned if budget else None)
         stack.callback(trackers.close)
         if resume:
-            # Compare the settings again, because another process may have resumed the run before
-            # this one locked the folder.
+            # Compare the settings again, because before this lock another process may have resumed
+            # the run with other settings.
             refuse_other(out, job.config)
         else:
             folder.begin(name, note)
@@ -163,8 +163,8 @@ def open_run(
         job = execution.bind(job, folder)
         place = RunPlace(name, note, folder, resume)
         ledger: Ledger | None = None
-        # Opening locks the ledger, and fails if another process still trains this run. Do this
-        # before checkpoints are read.
+        # Opening the ledger locks it, and fails if another process still trains this run. Open it
+        # before the checkpoints are read.
         if budget is not None and not job.served:
             released = resume and folder.last_round() > 0
             ledger = run_ledger(job, budget, folder.ledger, name, released)
@@ -215,8 +215,8 @@ def _ready(
 def may_overlap(job: Job) -> bool:
     """Return True if a round may begin before the previous round is checked for NaN and infinity.
 
-    Return False with real noise. With overlap, a failed check would end the run after the ledger is
-    charged for a next round that is of no use.
+    Return False with secret noise (`run.noise = "os"`). With overlap, a failed check would end the
+    run after the ledger is charged for a next round that is of no use.
     """
     return job.device.type == "cuda" and job.config.run.noise != "os"
 

@@ -114,7 +114,7 @@ def is_causal(config: Config, result: Mapping[str, Any]) -> bool:
 
 
 def guarantee(job: Job) -> str:
-    """Return the text that must stand beside an epsilon: delta, privacy unit and assumptions.
+    """Return the text to show beside an epsilon: delta, protected unit and assumptions.
 
     Without privacy, the text says so.
     """

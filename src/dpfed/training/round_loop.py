@@ -26,7 +26,7 @@ from dpfed.training.round_context import context, first_state
 from dpfed.training.rounds import Progress, Round
 from dpfed.training.server_state import State
 
-# Accuracy, loss and epsilon of a round without an evaluation.
+# Accuracy, loss and epsilon of a round that is not evaluated.
 UNSCORED = (None, None, None)
 
 

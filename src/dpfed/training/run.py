@@ -44,7 +44,7 @@ def run(
     with open_run(job, out, mode, execution, watchers) as opened:
         watchers.on_start(opened.job)
         try:
-            # The `with` block ends only when the last checkpoint is on disk.
+            # The end of this `with` block waits until the last checkpoint is on disk.
             with opened.checkpoints:
                 opened.loop.run(opened.saved.progress if opened.saved else None)
         except InterruptedRunError as error:

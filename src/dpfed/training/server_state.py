@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names of tensors in a checkpoint. They contain a dot, so that no field of an algorithm's state can
-# have such a name.
+# Names of tensors in a checkpoint. The dot in each name prevents a conflict with the fields of an
+# algorithm's state.
 AVERAGE = "run.average"
 WEIGHT = "run.average.weight"
 BEST = "run.best."
@@ -39,7 +39,7 @@ class Best:
 
     @classmethod
     def none_yet(cls, theta: Tensor) -> Best:
-        """Return the "best round" before any evaluation: its score is the lowest finite number.
+        """Return a placeholder for the best round before any evaluation: the lowest finite score.
 
         The score is not minus infinity, because a run stops if its state is not finite.
         """
@@ -88,8 +88,7 @@ class State:
         """The vector to evaluate and save: the average with `run.average`, else the last vector."""
         if self.average is None or self.weight is None:
             return self.theta
-        # Before round 1 the weight is zero, and the average would be 0/0. Return theta in that
-        # case.
+        # Before round 1 the weight is zero and the average would be 0/0. Return theta in this case.
         return torch.where(self.weight > 0, self.average / self.weight, self.theta)
 
     def averaging(self) -> State:

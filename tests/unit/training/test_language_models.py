@@ -259,7 +259,7 @@ def test_prompts_that_cannot_be_continued(tmp_path: Path) -> None:
         ([system], 4, r"refuses the messages of prompt 0 \(no system\)"),
         (["a b c"], 14, "prompt 0 has 3 tokens and max_new_tokens = 14, together more than the 16"),
         (["a", ""], 4, "prompt 1 has no tokens"),
-        (["a"], 0, "max_new_tokens = 0 must be at least 1"),
+        (["a"], 0, "max_new_tokens = 0 must be a whole number of at least 1"),
     ):
         with pytest.raises(DpfedError, match=words):
             trained.generate(prompts, max_new_tokens=tokens)

@@ -98,11 +98,11 @@ def tuned(folder: Path, out: Path, epsilon: float | None = 8.0, **given: Any) ->
 def test_fine_tune_trains_the_head_of_a_sentence_encoder(tmp_path: Path) -> None:
     encoder(tmp_path / "base")
     config = tuned(tmp_path / "base", tmp_path / "one")
-    assert (config.model.train, config.algorithm.lr) == ("head", 0.00707)
+    assert (config.model.train, config.algorithm.lr) == ("head", 0.112)
     config = tuned(tmp_path / "base", tmp_path / "two", **{"algorithm.lr": 0.5})
     assert (config.model.train, config.algorithm.lr) == ("head", 0.5)
     config = tuned(tmp_path / "base", tmp_path / "three", **{"model.train": "lora"})
-    assert (config.model.train, config.algorithm.lr) == ("lora", 0.00283)
+    assert (config.model.train, config.algorithm.lr) == ("lora", 0.0448)
     plain = {"privacy.enabled": False}
     config = tuned(tmp_path / "base", tmp_path / "four", None, **plain)
     assert (config.model.train, config.algorithm.lr) == ("head", 1e-3)
@@ -114,4 +114,4 @@ def test_fine_tune_trains_the_head_of_a_sentence_encoder(tmp_path: Path) -> None
 def test_fine_tune_trains_adapters_of_other_models(tmp_path: Path) -> None:
     base("bert", tmp_path / "base")
     config = tuned(tmp_path / "base", tmp_path / "out")
-    assert (config.model.train, config.algorithm.lr) == ("lora", 0.00283)
+    assert (config.model.train, config.algorithm.lr) == ("lora", 0.0448)

@@ -174,9 +174,9 @@ def window_attention(
 
 
 def reorder(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Return the reordered rows `x[:, index]` for x `[M, n, C]` and a permutation `index [n]`.
+    """Return `x[:, index]`: the n rows of each of M records in another order, for x `[M, n, C]`.
 
-    The backward pass needs `inverse`, the inverse permutation.
+    `index [n]` is a permutation. The backward pass needs `inverse`, its inverse.
     """
     result: Tensor = torch.ops.dpfed.reorder(x, index, inverse)
     return result
@@ -224,8 +224,8 @@ def _attend(
         from dpfed.accel.windows import attend
 
         q, k, v = (x.contiguous() for x in (q, k, v))
-        # The kernel needs an address for bias and mask. If one is None, pass the address of q,
-        # which the kernel then does not read.
+        # The kernel needs a valid address for bias and mask. If one of them is None, pass the
+        # address of q instead; the kernel does not read it.
         added = (q if x is None else x.contiguous() for x in (bias, mask))
         grid, options = _launch(q, bias, mask, heads)
         with accel.on_device(q):

@@ -66,8 +66,8 @@ def drop_records(x: Tensor, key: Tensor, rule: Tensor) -> Tensor:
 
 def _scaled_mask(x: Tensor, key: Tensor, rule: Tensor, width: int) -> Tensor:
     scale = 1 / (1 - rule[1].float() * 2.0**-24)
-    # Do not write this as mask times scale: if all numbers are dropped, the scale is infinite, and
-    # 0 times infinity is NaN.
+    # Use `where` instead of a product of mask and scale. If the dropout rate is 1, the scale is
+    # infinite, and 0 times infinity is NaN.
     return torch.where(keep_mask(key, rule, width), scale, 0.0).to(x.dtype)
 
 

@@ -93,8 +93,8 @@ class LoraProduct(torch.autograd.Function):
         return None if first else grad_x, None, None, grad_a, grad_b, None
 
 
-# As registered operators, both functions stay outside the kernels that torch.compile generates. The
-# compiler fuses only the code around them.
+# Register both functions as operators of PyTorch. torch.compile then calls them unchanged, and
+# generates code only for the operations around them.
 _opaque = torch.library.custom_op(
     "dpfed::lora_product",
     product,

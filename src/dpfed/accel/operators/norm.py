@@ -12,7 +12,7 @@ from dpfed.accel import kernels_for
 
 
 def frozen_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return `x` normalised along its last axis; `weight` and `bias` get no gradient."""
+    """Return the layer normalisation of `x` over its last axis; weight and bias get no gradient."""
     kernels = kernels_for("norm", x)
     if kernels is None or not kernels.fits(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -50,7 +50,7 @@ def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
 
 
 def _columns(x: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
-    """Return the columns of `patches`, computed by a Triton kernel if possible, else by PyTorch."""
+    """Return the patches of images as columns; a Triton kernel copies them where possible."""
     kernels = kernels_for("patches", x)
     if kernels is not None and kernels.fits(x.shape, kernel, stride, padding):
         return kernels.columns(x, kernel, stride, padding)  # type: ignore[no-any-return]
@@ -67,7 +67,8 @@ def _images(
 ) -> Tensor:
     """Return images in which each pixel is the sum of its copies in the patches `columns`.
 
-    This is the adjoint of `_columns`, so it computes the gradient of the images.
+    This is the adjoint of `_columns`: from the gradient of its result it computes the gradient of
+    the images.
     """
     kernels = kernels_for("patches", columns)
     if kernels is not None and kernels.fits(shape, kernel, stride, padding):

@@ -218,8 +218,8 @@ def load(
 def locate(path: Path, layouts: tuple[Layout, ...]) -> tuple[Layout | None, list[Path]] | None:
     """Return the layout of the data set at `path` (its file names and format), and its files.
 
-    Return None if no data are found. For an archive the layout is None: `from_archive` finds it
-    when it reads the archive.
+    Return None if no data are found. For an archive the returned layout is None, because only
+    `from_archive` finds out the layout.
     """
     if path.is_file():
         return None, [path]
@@ -341,7 +341,7 @@ def unpickle(data: bytes, label: str) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """Return a name from a pickle as text. Python 2 wrote names as bytes."""
+    """Return a name from a pickle as a string. Python 2 wrote names as bytes."""
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 

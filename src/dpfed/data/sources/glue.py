@@ -155,7 +155,7 @@ class Rte(Glue):
 
 
 def find(path: Path, task: Task) -> list[Path]:
-    """Return the paths of the training and development files, in `path` or the task's subfolder."""
+    """Return the paths of the training and development files, in `path` or a folder inside it."""
     names = ("train.tsv", task.dev)
     for folder in (path, path / task.folder):
         found = [name for name in names if (folder / name).is_file()]

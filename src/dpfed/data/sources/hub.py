@@ -190,8 +190,8 @@ def fetch(wanted: str, subset: str | None, splits: tuple[str, str]) -> list[Any]
         name = str(folder) if folder.exists() else wanted
         return [datasets.load_dataset(name, subset, split=split) for split in splits]
     except Exception as error:
-        # Catch all errors: they may come from the network, from a parser or from the library's
-        # cache.
+        # Catch all errors. They may come from the network, from a parser of data files, or from the
+        # cache of the `datasets` library.
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise DpfedError(
             f"data.dataset = {wanted!r} cannot be loaded with splits {splits[0]!r} and "

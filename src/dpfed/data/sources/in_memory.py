@@ -198,14 +198,15 @@ def _labels(
         return encode(columns, _declared(classes))
     stated = train.class_names
     if stated and all(isinstance(value, int) for column in columns for value in column.values):
-        # A dataset with named classes stores each label as a position in its list of names.
+        # A Hugging Face dataset with named classes stores a label as a position in its list of
+        # names, so these labels are class numbers already.
         return replace(encode(columns, len(stated)), names=stated)
     if stated:
         return encode(columns, stated)
     categories = parts[0][1]
     if len(categories) > 1 and categories == parts[1][1]:
-        # pandas takes the categories from the labels, which are private, so the classes are private
-        # too.
+        # pandas takes the categories of a column from the labels. The labels are private, so the
+        # list of classes is private too.
         return replace(encode(columns, categories), declared=False)
     for column in columns:
         _refuse_negative(column)
@@ -240,7 +241,7 @@ def _other_labels(
 
 
 def _only(value: Any) -> Any:
-    """Return the number in a list of one number, and any other value unchanged."""
+    """Return the number from a list of one number, and any other value unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 

@@ -129,8 +129,8 @@ class Npz(DataSection):
         with np.errstate(over="ignore"):
             x = x.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(x).all(axis=1))
-        # Training would silently ignore a record with values that are not finite, and a test loss
-        # would be NaN.
+        # Refuse values that are not finite. Training would silently ignore such a record, and a
+        # test loss would be NaN.
         if len(bad):
             raise DpfedError(
                 f"row {bad[0]} of x_{part} in {self.path} is not finite in single precision: "

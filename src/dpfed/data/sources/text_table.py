@@ -37,7 +37,7 @@ from dpfed.data.tables import Source, Table
 from dpfed.errors import DpfedError
 
 Count = Annotated[int, Ge(2)]
-# The numbers 0 and 1 as spreadsheets and data frames write them in text files.
+# Spellings of 0 and 1 in text files of spreadsheets and data frames, each with its number.
 FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1}
 
 
@@ -157,8 +157,8 @@ class TextTable(DataSection):
         parts = []
         for table in (train, test):
             flags = [map(str, table.get(name, "data.label")) for name in columns]
-            # The flags 0 and 1 are texts in CSV files and numbers in other files, so `flags` holds
-            # texts for both.
+            # CSV files have strings for 0 and 1, and other files have numbers. `flags` holds
+            # strings for both.
             rows = [[FLAGS.get(value, value) for value in row] for row in zip(*flags, strict=True)]
             parts.append(Column(rows, table.places()))
         return encode_as(task, parts, columns)

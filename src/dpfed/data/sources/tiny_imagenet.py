@@ -103,7 +103,8 @@ def of_zip(path: Path, archive: zipfile.ZipFile) -> Files:
         try:
             return archive.read(info)
         except Exception as error:
-            # Catch all errors, because zipfile raises the different errors of every decompressor.
+            # Catch all errors: zipfile raises different classes of errors for each method of
+            # compression.
             raise DpfedError(f"{path}/{root}{name} cannot be read: {error}") from None
 
     names = sorted(name.removeprefix(root) for name in inside if name.startswith(root))

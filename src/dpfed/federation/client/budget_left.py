@@ -27,7 +27,8 @@ from dpfed.privacy.published import show_delta, show_loss, show_lower_bound, sho
 from dpfed.registry import registry
 from dpfed.training.budget.ledgers import OWN_LEDGER
 
-# Largest number of remaining rounds that is computed. Larger numbers are shown as "or more".
+# Largest number of remaining rounds that is computed. If a client has more rounds left, the output
+# adds "or more".
 MOST_ROUNDS = 10_000
 # The computed number of remaining rounds may be too small by this fraction, which saves time.
 TOLERANCE = 0.02
@@ -44,10 +45,11 @@ class BudgetLeft:
 
     spent          epsilon spent so far, at `delta`
     max_epsilon    the budget, policy.max_epsilon
-    rounds_least   rounds left if each costs as much privacy as the client's policy permits
+    rounds_least   number of rounds that are left if each costs as much privacy as the policy
+                   permits
     limits         the settings of the policy that `rounds_least` assumes, in words
-    rounds_alike   rounds left if each is like the last training round in the ledger; None if there
-                   is none
+    rounds_alike   number of rounds that are left if each is like the last training round in the
+                   ledger; None if there is none
     """
 
     client: str
@@ -72,9 +74,9 @@ class BudgetLeft:
 
 
 def budget_left(config: ClientConfig) -> BudgetLeft:
-    """Return the budget that a client has left, from its ledger (its record of spent privacy).
+    """Return the privacy budget that a client has left, from its ledger.
 
-    The ledger may be missing before the client's first run.
+    The ledger is the client's record of spent privacy. It may be missing before the first run.
     """
     policy = config.policy
     path = Path(config.client.state) / OWN_LEDGER
@@ -101,7 +103,7 @@ def budget_left(config: ClientConfig) -> BudgetLeft:
 
 
 def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
-    """Return mechanism and local steps of the round with the most privacy loss that is allowed."""
+    """Return the costliest round that a policy permits: its mechanism and number of local steps."""
     algorithms = registry().algorithm
     names = policy.algorithms or tuple(algorithms)
     releases = [each for name in names for each in releases_of(algorithms[name])]
@@ -116,7 +118,7 @@ def costliest_round(policy: Policy) -> tuple[Mechanism, int]:
 
 
 def releases_of(algorithm: type[Algorithm]) -> list[Releases]:
-    """Return the batches and releases (noised sums) of a local step, for each setting.
+    """Return the numbers of batches and noised sums in a local step, for all settings.
 
     The settings are all combinations of the algorithm's switches: booleans and named choices.
     """

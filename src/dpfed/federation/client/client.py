@@ -107,7 +107,7 @@ LOG = logging.getLogger("dpfed")
 
 @dataclass(frozen=True)
 class Prepared:
-    """An accepted request, prepared so that its reply can be computed.
+    """A request that was checked and accepted, with a function that computes its reply.
 
     charge   privacy loss of the reply; must be in the ledger before `compute` is called
     compute  function without arguments that returns the reply's tensors and the client memory
@@ -144,7 +144,8 @@ class Client:
         refuse_unstated(config.model)
         refuse_scoring(config.model, config.policy.evaluate)
         source = source or configured_source(config.data, config.model, "train")
-        # Refuse bad settings at the start, not only at the first request.
+        # Check at the start, not only at the first request, if the settings are safe for real
+        # records.
         if not config.client.allow_seeded:
             refuse_unreleasable(run_config(config, None, "os"), source)
         self._state = own_folder(Path(config.client.state))
@@ -155,8 +156,8 @@ class Client:
                 "check [data], client.held_out_share and held_out_column"
             )
         self._source = tokenised(config.model, source)
-        # Never compare the declared numbers of units with the data. If the client stopped because
-        # they differ, the server would learn about the true numbers.
+        # Do not compare the declared numbers of units with the data. A client that stops because
+        # they differ would reveal something about the true numbers to the server.
         self._records, self._shards = self._on_device(rows_of(self._source.train, trained))
         scored = held_out if config.policy.evaluate else held_out[:0]
         self._held_out = HeldOut(*self._on_device(rows_of(self._source.train, scored)))
@@ -181,7 +182,8 @@ class Client:
         scoring = isinstance(request, ScoringRequest)
         verb = "scored" if scoring else "answered"
         store = Store(self._state, terms.run, "score" if scoring else "reply")
-        # Keep the ledger locked until the reply is stored, so that a second request has to wait.
+        # Keep the ledger locked until the reply is stored. A second request has to wait until this
+        # request is charged and answered.
         with self._ledger() as ledger:
             stored = store.reply(terms.round, request_hash)
             if stored is not None:
@@ -245,7 +247,8 @@ class Client:
     ) -> tuple[Message, ClientState]:
         """Return noised counts of right and wrong answers on the held-out units."""
         terms = request.terms
-        # Use the negative round number, so that counts get other random numbers than training.
+        # Use the negative round number to select random streams. The counts then get other random
+        # numbers than the training of the same round.
         streams = streams_of(terms)
         noise = streams.noise(-terms.round, 0, torch.device("cpu"))
         exact = self.config.policy.isolation == "exact"
@@ -261,16 +264,17 @@ class Client:
         plan: OwnPlan,
         memory: ClientState,
     ) -> tuple[Message, ClientState]:
-        """Compute the local steps of one round; return the reply's tensors and the client memory.
+        """Compute the local steps of one round; return the reply's tensors and the vectors to keep.
 
-        Both contain only noised values and public constants.
+        The client keeps some vectors until its next round. Tensors and vectors contain only noised
+        values and public constants.
 
         fields  vectors that the request contains, by name
         """
 
         def admit(theta: Tensor) -> None:
-            # Each theta is computed from the request and noised values only, so the server may see
-            # an error that depends on theta.
+            # The client computes this error from the request and from noised values only. So the
+            # server may see the text of the error, although it depends on theta.
             reason = check_distance(theta, built.start, self.config.policy)
             if reason is not None:
                 raise PublicError(f"round {terms.round} was stopped and stays charged: {reason}")
@@ -286,9 +290,7 @@ class Client:
                 grid=terms.grid,
                 isolation=self.config.policy.isolation,
             ),
-            PassLimits(
-                self.config.client.max_slots, places=built.model.places, kinds=built.model.kinds
-            ),
+            PassLimits(self.config.client.max_slots, places=built.model.places),
             admit=admit,
         )
         figures = figures_of(terms, built.algorithm)
@@ -330,9 +332,10 @@ class Client:
             self._log(line)
 
     def _log_spent(self, event: str, prepared: Prepared, ledger: Ledger, terms: AnyTerms) -> None:
-        """Log the spent epsilon, and what is left of the budget.
+        """Write a log line with the epsilon spent so far, and the budget that is left.
 
-        If that fails, write a warning and do not raise: the reply is already stored and valid.
+        If this fails, write a warning and raise no error, because the reply is already stored and
+        valid.
         """
         if self._log is None:
             return
@@ -352,8 +355,9 @@ def _rounded(
 ) -> tuple[Message, ClientState]:
     """Compute the reply's tensors, and round them to the number format that the server asks for.
 
-    Also return the client memory. The tensors already have their noise when they are rounded. The
-    random numbers for rounding are independent of noise and batches.
+    Also return the vectors that the client keeps until its next round. The tensors already have
+    their noise when they are rounded. The random numbers for rounding are independent of noise and
+    batches.
     """
     message, memory = compute()
     return encode(message, layout, draws(streams_of(terms), "upload", terms.round)), memory
@@ -362,7 +366,7 @@ def _rounded(
 def charge_of(terms: AnyTerms, mechanism: Mechanism, steps: int, part: str) -> Charge:
     """Return the charge of a round: the privacy loss that the ledger records.
 
-    In test mode, where noise is repeatable, the charge is marked void.
+    In test mode noise is repeatable and protects nothing, so the charge is marked as void.
     """
     return Charge(
         terms.client,

@@ -1,8 +1,8 @@
 """Compare the numbers of units that a client declares with the exact numbers in its data.
 
 A unit is one record, or all records of one person. Only the client's operator sees the result. A
-running client never compares the numbers, because its reaction would reveal the exact numbers to
-the server.
+running client never compares the numbers, because a reaction to a difference would reveal something
+about the exact numbers to the server.
 """
 
 from __future__ import annotations

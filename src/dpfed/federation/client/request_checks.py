@@ -33,8 +33,9 @@ def refuse(reason: str | None) -> None:
 def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
     """Raise RefusedError if the client must not take part in the round of this request.
 
-    This is so if the ledger (the record of spent privacy) is an old copy, or if it already has this
-    or a later round. It is also so if the client has reached its largest number of rounds.
+    It must not take part if the ledger (the record of spent privacy) is an old copy, or if the
+    ledger already has this or a later round. It also must not take part if it has reached its
+    largest number of rounds.
     """
     check_head(terms, ledger)
     charged = ledger.rounds_charged(terms.run)
@@ -53,7 +54,7 @@ def check_training_round(terms: Terms, ledger: Ledger, store: Store) -> None:
 def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
     """Return None, or the reason to refuse if the client may not take part in another round.
 
-    The cap is the largest number of rounds of this client in the run. It must not change.
+    The cap is the largest number of rounds of this client in the run. A server must not change it.
 
     stated  cap in the request; 0 for no cap
     agreed  cap in the first request of the run that had one; None if no request had a cap
@@ -70,8 +71,8 @@ def check_cap(stated: int, agreed: int | None, taken: int) -> str | None:
 def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
     """Raise RefusedError if the client must not answer a request for noised counts of answers.
 
-    This is so if the ledger (the record of spent privacy) is an old copy, or if it already has
-    counts of this or a later round.
+    It must not answer if the ledger (the record of spent privacy) is an old copy, or if the ledger
+    already has counts of this or a later round.
     """
     check_head(terms, ledger)
     last = max(ledger.rounds_charged(terms.run, PART), default=0)
@@ -80,7 +81,7 @@ def check_scoring_round(terms: AnyTerms, ledger: Ledger, store: Store) -> None:
 
 
 def check_head(terms: AnyTerms, ledger: Ledger) -> None:
-    """Raise RefusedError unless the ledger has the last row that the server knows.
+    """Raise RefusedError if the ledger lacks its last row that the server has stored.
 
     If this row is missing or differs, somebody has replaced the ledger (the record of spent
     privacy) by an older copy or by another ledger.
@@ -92,7 +93,8 @@ def check_head(terms: AnyTerms, ledger: Ledger) -> None:
     try:
         ledger.check_head((terms.rows, terms.head))
     except DpfedError as error:
-        # Only log this text, because it contains the ledger's path, which the server must not see.
+        # Only log this text and do not send it, because it contains the ledger's path, which the
+        # server must not see.
         LOG.error("%s", error)
         rows = ledger.head().rows
         row = f"row {rows + 1} is missing"
@@ -108,8 +110,9 @@ def read_training_values(
 ) -> dict[str, Tensor]:
     """Return the vectors that a request contains, on the model's device.
 
-    Raise RefusedError or MessageError if a tensor or a number of the request is invalid. If it were
-    found later, the round would fail after its privacy is spent.
+    Raise RefusedError or MessageError if a tensor or a number of the request is invalid. These
+    checks come before the charge. A later error would make the round fail after its privacy is
+    spent.
 
     layout  expected formats and lengths of the vectors, by name
     """

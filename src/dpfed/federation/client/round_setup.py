@@ -55,8 +55,8 @@ class ModelBuilder:
         key = (algorithm, terms.seed)
         if self._cached is None or self._cached[0] != key:
             config = run_config(self._config, algorithm, "seeded")
-            # The server knows the seed, so it must not determine the random inputs with which the
-            # model is checked. Otherwise, a malicious server could predict these inputs.
+            # Draw the random inputs of the model check from a secret. The server chooses the seed,
+            # so it could predict inputs that follow from the seed.
             streams = Streams(terms.seed, secret=True)
             model, adapted, start, _ = build_model(config, self._spec, streams, self._device)
             hash_ = model_hash(adapted.model, model.space)
@@ -76,8 +76,8 @@ def run_config(config: ClientConfig, algorithm: Any, noise: Any) -> Config:
 
     algorithm, noise  values for the section [algorithm] and for `run.noise`
     """
-    # Use "natural", because all records belong to this client. Other partitions would divide them
-    # among simulated clients.
+    # Use the partition "natural", by which all records belong to this client. Other partitions
+    # would divide them among simulated clients.
     data = replace(config.data, partition="natural")
     privacy = PrivacySection(isolation=config.policy.isolation)
     return Config(data, config.model, algorithm, privacy, RunSection(noise=noise))
@@ -105,8 +105,8 @@ class OwnPlan(Plan):
 
     A unit is one record, or all records of one person. `sizes` has the true number of units, and
     `expected`, the expected batch size, follows from the number that the client declares. If the
-    client holds more units, all take part in sampling. If some were left out, removing one unit
-    would let another unit take part.
+    client holds more units than it declares, each of them can still be sampled. If the client left
+    some out, removing one unit would let another unit take part.
     """
 
     def __post_init__(self) -> None:
@@ -117,8 +117,8 @@ class OwnPlan(Plan):
 class IndexedStreams(Streams):
     """Repeatable random number streams for one client, equal to those of a simulation.
 
-    A client's process numbers its only client 0. `key` uses the client's number in the run,
-    `index`, instead.
+    In a client's process, the only client has the number 0. `key` replaces 0 by `index`, the
+    client's number in the run.
     """
 
     def __init__(self, seed: int, index: int) -> None:

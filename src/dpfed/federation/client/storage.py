@@ -1,6 +1,6 @@
-"""Store a client's files for each run: its last replies, and its client memory.
+"""Store a client's files for each run: its last replies, and vectors for later rounds.
 
-The client memory is the vectors that an algorithm keeps at the client between rounds.
+The client memory consists of the vectors that an algorithm keeps at the client between rounds.
 
     runs/<hash of the run's name>/reply-12-<hash of the request>    reply of round 12
     runs/<...>/score-12-<hash of the request>    reply of round 12 with noised counts of answers
@@ -45,15 +45,15 @@ LOG = logging.getLogger("dpfed")
 Kind = Literal["reply", "score"]
 FOLDERS = ("runs", "flower")
 FILES = ("ledger.db*", "held-out.key*", ".held-out.key*")
-# Two stored replies suffice: a server that resumes from a checkpoint may repeat its last request or
-# the one before, but no older request.
+# Number of stored replies. A server that resumes from a checkpoint may repeat its last two
+# requests, but no older ones.
 STORED_REPLIES = 2
 
 
 @contextmanager
 def claim(state: Path) -> Iterator[None]:
     """Reserve the state folder for this process; raise DpfedError if another client uses it."""
-    # Use flock, because the operating system releases this lock when the process ends or crashes.
+    # Use a lock of flock: the operating system releases it when the process ends or crashes.
     with open_private(own_folder(state) / "in-use.lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ def own_folder(state: Path) -> Path:
 class Store:
     """The stored files of one run: replies of one kind, and the client memory.
 
-    The client memory is the vectors that an algorithm keeps at the client between rounds.
+    The client memory consists of the vectors that an algorithm keeps at the client between rounds.
 
     kind  "reply" for replies to training requests, "score" for replies with counts of answers
     """
@@ -145,7 +145,7 @@ class Store:
         return max(map(_round_of, self._replies()), default=0)
 
     def keep_memory(self, round: int, memory: ClientState) -> None:
-        """Store the client memory after a round in a pending file.
+        """Store the vectors that the client keeps after a round (client memory) in a pending file.
 
         A later request says if the server used the reply of this round. `settle` then keeps or
         deletes the file.
@@ -157,7 +157,7 @@ class Store:
         write_file(self.folder / f"memory-{round}.pending", lambda file: file.write(blob))
 
     def settle(self, used: int) -> None:
-        """Keep the client memory after round `used`, and delete that of all other rounds.
+        """Keep the stored vectors (client memory) of round `used`; delete those of other rounds.
 
         used  last round whose reply the server used; 0 if none
         """

@@ -22,7 +22,7 @@ class Answerer:
 
     If `answer` raises an error, the server gets only the text from `public_text`.
 
-    greets  True to tell the client's name to any server that asks, for tests without keys
+    greets  True to tell the client's name to any server that asks, for tests without TLS keys
     debug   True to print the traceback of every error on this machine
     """
 
@@ -58,7 +58,7 @@ class Answerer:
 
 
 def failing(error: Exception, log: Callable[[str], None]) -> Handler:
-    """Return a handler that refuses every request because of `error`."""
+    """Return a function that answers every request with a refusal, because of `error`."""
 
     def refuse(header: Header, data: bytes) -> tuple[Header, bytes]:
         known = isinstance(error, DpfedError)

@@ -1,7 +1,7 @@
 """The app folder for Flower's command `flwr run`.
 
-It names functions but has no code: server and clients run these functions of their own dpfed. Write
-the folder with `python -m dpfed.federation.flower.app_folder DIR`.
+The folder has the names of functions but no code: server and clients each run these functions from
+their own installed dpfed. Write the folder with `python -m dpfed.federation.flower.app_folder DIR`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 
 from dpfed.errors import DpfedError
 
-# Keys of Flower's run configuration, which only the server reads.
+# Keys of Flower's run configuration. Only the server reads their values.
 CONFIG = "dpfed-config"
 OUT = "dpfed-out"
 KEYS = "dpfed-keys"
-# Key of Flower's run configuration (at the server) and `--node-config` (at a client): the path of
-# the socket through which an app reaches `dpfed server` or `dpfed client`.
+# Key of Flower's run configuration (at the server) and `--node-config` (at a client). Its value is
+# the path of the socket through which an app reaches `dpfed server` or `dpfed client`.
 RELAY = "dpfed-relay"
-# Key of `--node-config` for a SuperNode that Flower's own command starts: the path of client.toml.
+# Key of `--node-config` if the user starts the SuperNode (Flower's process at a client) with
+# Flower's command. Its value is the path of client.toml.
 CLIENT = "dpfed-client"
 
 PROJECT = f"""\

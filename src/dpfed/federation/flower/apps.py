@@ -1,7 +1,8 @@
 """Flower's ClientApp and ServerApp for a dpfed federation.
 
-Under `dpfed client` and `dpfed server` both apps only pass bytes through a socket (`relay.py`). A
-message therefore starts a process that imports Flower, and never torch.
+Under `dpfed client` and `dpfed server` both apps only pass bytes through a socket (`relay.py`).
+Flower starts a new process for each message. This process imports Flower, but not torch, which
+would be slow.
 
 With Flower's own commands the apps do the work themselves: a client gives its client.toml in
 `--node-config`, and the server its configuration, keys and folder in the run configuration
@@ -75,8 +76,8 @@ def _to_stderr(line: str) -> None:
 def main(grid: Grid, context: Context) -> None:
     """Pass messages on for `dpfed server`, or run the server in this process.
 
-    The server runs in this process if Flower's own commands have started it. The clients' keys must
-    then be registered before.
+    The server runs in this process if Flower's own commands have started it. The operator must then
+    register the clients' keys before the start.
     """
     from dpfed.federation.flower.post import GridPost, serve_grid
 

@@ -1,6 +1,6 @@
-"""Put bytes and a header of short texts into Flower's messages, and read them again.
+"""Put bytes and a header of short strings into Flower's messages, and read them again.
 
-`header.py` has the names of the texts, such as the nonce.
+`header.py` has the keys of these strings, such as the nonce.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARRAY_TYPE = "dpfed.bytes"
 
 
 def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
-    """Return the content of a Flower message with this header and these bytes, if any."""
+    """Return the content of a Flower message with this header; add `data` unless it is None."""
     content = RecordDict({HEADER: ConfigRecord({**header})})
     if data is not None:
         array = Array(dtype="uint8", shape=(len(data),), stype=ARRAY_TYPE, data=data)
@@ -27,7 +27,7 @@ def envelope(header: dict[str, str], data: bytes | None) -> RecordDict:
 
 
 def opened(content: RecordDict) -> tuple[dict[str, str], bytes | None]:
-    """Return the header and the bytes of a Flower message. Without bytes, they are None."""
+    """Return the header and the bytes of a Flower message; None in place of missing bytes."""
     # Do not use Flower's properties `config_records` and `array_records`: they make reference
     # cycles, which keep large messages in memory until the garbage collector runs.
     header: Any = content.get(HEADER, {})

@@ -1,4 +1,4 @@
-"""The guard: a reverse proxy before Flower's port that passes only permitted requests.
+"""The guard: a reverse proxy in front of Flower's port that passes only permitted requests.
 
 At the server, the guard is between the clients and the SuperLink (Flower's process there). The
 SuperLink has one port for clients and for administration, so only requests to the URL paths of
@@ -47,13 +47,14 @@ CLIENT_PATHS = frozenset(
         "confirm-message-received",
     )
 )
-# Largest HTTP request in bytes. Flower splits larger messages into pieces of 5 MiB.
+# Largest HTTP request in bytes. Flower sends a large message as several requests of about 5 MiB, so
+# this limit does not stop it.
 MAX_REQUEST = 32 << 20
 MAX_APP = 1 << 20
 TIMEOUT_S = 60.0
 # Flower refuses a client whose clock is ahead of the server's clock by more seconds than this.
 CLOCK_TOLERANCE_S = 5
-# HTTP headers that are only for one connection, so a proxy must not pass them on.
+# HTTP headers that hold only for one connection. A proxy must not pass them on.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive te trailer transfer-encoding upgrade host content-length date "
     b"server content-encoding accept-encoding proxy-authorization proxy-connection".split()
@@ -72,7 +73,7 @@ class AppError(ValueError):
 
 
 def note(line: str) -> None:
-    """Write a line to the log, with the mark "dpfed: " by which other processes recognise it."""
+    """Write a line to the log. It begins with "dpfed: ", by which other processes find the line."""
     print(f"dpfed: {line}", file=sys.stderr, flush=True)
 
 
@@ -184,7 +185,7 @@ async def _respond(send: Send, status: int, headers: Headers, body: bytes) -> No
 
 
 def check_answer(path: str, body: bytes) -> None:
-    """Raise AppError if the server's HTTP response for `path` could bring code to this client."""
+    """Raise AppError if an HTTP response of the server could bring code to this client."""
     if path == GET_APP:
         if body:
             check_app(app_in(body))
@@ -254,7 +255,7 @@ def check_app(data: bytes) -> None:
 
 
 def identity(project: dict[str, Any]) -> list[Any]:
-    """Return the entries of pyproject.toml that decide which code an app runs, and its folder."""
+    """Return the entries of an app's pyproject.toml that decide which code the app runs."""
     tool = project.get("tool", {})
     app = tool.get("flwr", {}).get("app", {}) if isinstance(tool, dict) else {}
     own = project.get("project", {})

@@ -39,8 +39,8 @@ PDEATHSIG = 1
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True) if LINUX else None
 POLL_S = 0.2
-# Seconds to wait for processes to end before they are killed. A SuperNode needs about five to sign
-# off at the server. A SuperLink signs off nowhere, and its port should be free soon.
+# Seconds to wait for processes to end before they are killed. A SuperNode needs about five seconds
+# to sign off at the server. A SuperLink does not sign off, and its port should be free soon.
 SUPERNODE_ENDING_S = 8.0
 SUPERLINK_ENDING_S = 1.0
 STARTING_S = 300.0
@@ -48,7 +48,7 @@ STARTING_S = 300.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a keeper: the commands to run, and the settings of the guard (reverse proxy).
+    """The commands that a keeper runs, and the settings of its guard (reverse proxy).
 
     command    command line of Flower's SuperLink or SuperNode
     executor   command line of Flower's SuperExec, which starts apps; the keeper appends its own
@@ -104,12 +104,12 @@ def serve_guard(plan: Plan) -> None:
 
 
 class Keeper:
-    """Starts and ends the processes of a plan: a SuperLink or SuperNode, and a SuperExec."""
+    """Starts and ends Flower's processes: a SuperLink or SuperNode, and a SuperExec."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # Start this process before the guard's thread, because forking a program with several
-        # threads can cause a deadlock.
+        # Start this process before the thread of the guard (reverse proxy). Forking a program with
+        # several threads can cause a deadlock.
         self._main = start(plan.command)
         self._executor: subprocess.Popen[bytes] | None = None
         self._waiting_since: float | None = None
@@ -122,7 +122,7 @@ class Keeper:
             os.kill(self._executor.pid, signal.SIGSTOP)
 
     def step(self) -> None:
-        """Start the SuperExec if it was ordered and the port of SuperLink or SuperNode is open.
+        """Start Flower's SuperExec if dpfed has ordered it and the SuperLink or SuperNode is ready.
 
         Set `ending` if a process has ended.
         """
@@ -179,7 +179,7 @@ def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> No
 
 
 def lines_of(descriptor: int) -> list[str] | None:
-    """Return the orders that have arrived on stdin after a short wait; None if stdin has ended."""
+    """Return the orders of dpfed that have arrived on stdin; None if stdin has ended."""
     if not select.select([descriptor], [], [], POLL_S)[0]:
         return []
     text = os.read(descriptor, 1 << 16).decode()
@@ -206,7 +206,8 @@ def main() -> None:
             keeper.order(line)
         keeper.step()
     code = keeper.end()
-    # Use os._exit, because sys.exit could wait for the guard's thread, which does not end.
+    # Use os._exit. sys.exit could wait for the thread of the guard (reverse proxy), which does not
+    # end.
     os._exit(code if 0 <= code < 256 else 1)
 
 

@@ -57,7 +57,7 @@ class Delivery:
 
 
 class Post(Protocol):
-    """Delivers messages to nodes (clients), and fetches replies.
+    """Interface of an object that delivers messages to nodes (clients) and fetches replies.
 
     Each method raises LinkDownError if Flower's SuperLink does not reply.
     """
@@ -120,7 +120,7 @@ class GridPost:
 
 
 def _reached(ask: Callable[[], Any]) -> Any:
-    """Call `ask` and return its result. Raise LinkDownError for any error of Flower."""
+    """Return the result of `ask`, a call of Flower's Grid; turn any error into LinkDownError."""
     try:
         return ask()
     except Exception as error:
@@ -134,7 +134,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def serve_grid(grid: Grid, path: str) -> None:
-    """Do what `dpfed server` requests through the socket at `path`, until it requests "end"."""
+    """Send and fetch messages as `dpfed server` asks through a socket, until it asks to end."""
     own = GridPost(grid)
     ended = threading.Event()
 

@@ -38,9 +38,10 @@ MARK = "dpfed: "
 # Seconds that a keeper has to end its processes, before it is killed.
 ENDING_S = 12.0
 COMMAND_S = 300.0
-# Longest wait in seconds for a port. After a server is killed, its keeper frees the port soon.
+# Longest wait in seconds until a port is free. The keeper of a killed server frees its port soon.
 PORT_S = 10.0
-# Name of the server's SuperLink in Flower's configuration file, which `flwr` commands use.
+# Name under which Flower's configuration file lists the server's SuperLink. The `flwr` commands
+# find the SuperLink by this name.
 LINK_NAME = "dpfed"
 
 
@@ -60,14 +61,14 @@ class Process:
     address: Address
 
     def alive(self) -> None:
-        """Raise StoppedError if the keeper, and so the SuperLink or SuperNode, has ended."""
+        """Raise StoppedError if the keeper, which runs the SuperLink or SuperNode, has ended."""
         if self.popen.poll() is not None:
             raise StoppedError(
                 f"the {self.kind} has ended ({last_line(self.log)}): all of it is in {self.log}"
             )
 
     def order(self, line: str) -> None:
-        """Send a line to the keeper, such as "freeze". Raise no error if the keeper has ended."""
+        """Send an order such as "freeze" to the keeper process; raise no error if it has ended."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.write(line.encode() + b"\n")
@@ -196,8 +197,8 @@ def supernode(
         refuse_insecure(server)
         arguments += ["--insecure"]
     else:
-        # Flower's SuperNode uses its key only over TLS. Its connection ends at the guard, so the
-        # guard needs a certificate.
+        # Flower's SuperNode uses its key only over TLS. Its TLS connection ends at the guard, so
+        # the guard needs a certificate for this machine.
         authority, *found = keys.make_local(home / "local")
         tls = [str(path) for path in found]
         arguments += ["--root-certificates", str(authority)]
@@ -325,14 +326,14 @@ def log_size(log: Path) -> int:
 
 
 class Notes:
-    """The notes of the guard (reverse proxy): lines that it writes to a log from now on."""
+    """Reads the lines that the guard (reverse proxy) writes to a log, from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._read = log_size(log)
 
     def new(self) -> list[str]:
-        """Return the complete lines that the guard has written since the last call."""
+        """Return the complete lines that the guard (reverse proxy) wrote since the last call."""
         if log_size(self._log) <= self._read:
             return []
         with self._log.open("rb") as file:

@@ -30,7 +30,8 @@ Header = dict[str, Any]
 Handler = Callable[[Header, bytes], tuple[Header, bytes]]
 LENGTHS = struct.Struct("<IQ")
 HEADER_LIMIT = 1 << 20
-# Longest wait in seconds for the next bytes of a message from another process on this machine.
+# Longest wait in seconds for the next bytes of a message that another process on this machine
+# sends.
 PATIENCE_S = 60.0
 SOCKET = "relay"
 
@@ -42,8 +43,8 @@ class RelayError(ConnectionError):
 def send(sock: socket.socket, header: Header, data: bytes) -> None:
     text = json.dumps(header).encode()
     sock.sendall(LENGTHS.pack(len(text), len(data)) + text)
-    # Do not send empty data: the message is complete, and the other process may have replied and
-    # ended already, which would raise an error here.
+    # Do not send empty data. The message is complete without it, and the other process may have
+    # replied and ended already. Sending would then raise an error.
     if data:
         sock.sendall(data)
 
@@ -80,14 +81,14 @@ def call(
 
 @dataclass(frozen=True)
 class Call:
-    """A request that another process has sent through the socket; it waits for the reply."""
+    """A request that another process has sent through the socket and waits to be answered."""
 
     sock: socket.socket
     header: Header
     data: bytes
 
     def answer(self, handler: Handler) -> None:
-        """Send the handler's reply. It is no error if the other process no longer waits for it."""
+        """Send the reply that `handler` returns. Raise no error if the other process has ended."""
         with self.sock:
             header, data = handler(self.header, self.data)
             with suppress(OSError):

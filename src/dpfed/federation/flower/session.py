@@ -21,7 +21,7 @@ from dpfed.federation.flower.post import RelayPost
 from dpfed.federation.flower.processes import LINK_NAME, Process, flwr, wait_open
 from dpfed.privacy.ledger.private_files import open_private
 
-# Number of Flower's commands that run at the same time.
+# Largest number of Flower's commands that run at the same time.
 PARALLEL = 4
 
 

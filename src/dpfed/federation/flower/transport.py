@@ -20,7 +20,7 @@ from dpfed.federation.flower.post import Delivery, LinkDownError, Node, Post
 from dpfed.federation.messages import MessageError
 from dpfed.federation.policy import FAILURE, RefusedError
 
-# Type of the messages. Flower selects by it the function of the client's app that answers.
+# Type of all messages. Flower selects the answering function of the client's app by the type.
 TRAIN = "train"
 POLL_S = 0.2
 # Longest time in seconds that one call of `Pulls.of` waits for replies.
@@ -41,7 +41,8 @@ MOST_SENDS = 3
 class Connection:
     """The connection of a client: the number of its node in Flower, and the time it connected.
 
-    A client that connects again has lost its earlier requests, so they must be sent again.
+    A client that connects again has lost the requests of its earlier connection, so the server must
+    send them again.
     """
 
     node: int
@@ -64,7 +65,7 @@ class Sent:
 
 @dataclass
 class Exchange:
-    """One exchange with clients: the requests of a call of `send_all`, and who has replied."""
+    """The state of one call of `send_all`: its requests, and the clients that have replied."""
 
     requests: Mapping[str, bytes]
     timeout: float
@@ -87,7 +88,8 @@ class Pulls:
 
     Flower splits a large reply into pieces, and the call that fetches replies blocks until all
     pieces have arrived. If one call fetched all replies, a client that never sends a piece would
-    block all other replies. A client that sends a damaged piece would destroy them.
+    block all other replies. A client that sends a damaged piece would make the call fail for all
+    replies.
 
     At most MAX_PULLS threads work at once, so that memory does not hold all replies together.
     """
@@ -120,7 +122,8 @@ class Pulls:
                 del self._threads[key]
                 found = self._found.pop(key)
                 own = [found] if found is not None else []
-                # Keep no reference, so that the caller can free this reply before the next arrives.
+                # Keep no reference to this reply. The caller can then free its memory before the
+                # next reply arrives.
                 del found
                 while own:
                     yield key, own.pop()
@@ -131,14 +134,17 @@ class Pulls:
                 self._finished.wait(max(0.0, end - time.monotonic()))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Ignore later replies to the messages with these ids."""
+        """Drop the replies to the messages with these ids, also those that arrive later."""
         for key in keys:
             self._threads.pop(key, None)
             self._found.pop(key, None)
             self._started.pop(key, None)
 
     def _busy(self) -> int:
-        """Return the number of threads that count towards MAX_PULLS."""
+        """Return the number of threads that hold a reply or started less than STALLED_S ago.
+
+        At most MAX_PULLS such threads work at once.
+        """
         stalled = time.monotonic() - STALLED_S
         keys = list(self._threads)
         return sum(key in self._found or self._started[key] > stalled for key in keys)
@@ -191,7 +197,7 @@ class PostTransport:
         self._greetings: dict[str, Sent] = {}
         self._greeted_names: dict[int, str] = {}
         # Clients that did not connect during the last call of `send_all`. The next call does not
-        # wait for them.
+        # wait for these clients.
         self._gone: set[str] = set()
 
     def send_all(
@@ -217,8 +223,8 @@ class PostTransport:
                     self._alive()
                     connected = set()
                 present = exchange.missing & connected
-                # Before the first reply, wait for every missing client. After it, do not wait for
-                # clients that did not connect during the last call either.
+                # Before the first reply, wait for every missing client. Later, wait only for
+                # missing clients that did connect during the last call.
                 awaited = present or not exchange.answered or exchange.missing - self._gone
                 if not exchange.missing or not awaited:
                     break
@@ -230,7 +236,7 @@ class PostTransport:
             self._pulls.forget(exchange.sent)
 
     def _send_missing(self, exchange: Exchange) -> set[str]:
-        """Send requests to clients with a new connection, and return all connected clients."""
+        """Send requests over connections that are new, and return all connected clients."""
         connected = self.connected()
         for name in sorted(exchange.missing & connected.keys()):
             if exchange.connections.get(name) != connected[name]:
@@ -326,8 +332,8 @@ class PostTransport:
             yield key, own.pop()
 
     def _collect(self, exchange: Exchange) -> Iterator[tuple[str, bytes | Exception]]:
-        # A client that connected again may send two replies. Fetch the second one, too: its thread
-        # would otherwise count towards MAX_PULLS and delay other replies.
+        # A client that connected again may send two replies. Fetch the second reply too. Otherwise
+        # its thread would count towards MAX_PULLS and delay the replies of other clients.
         for key, reply in self._pull(exchange.sent):
             sent = exchange.sent.pop(key)
             if sent.name in exchange.answered:
@@ -341,9 +347,9 @@ class PostTransport:
 
 
 def _may_send_again(exchange: Exchange, sent: Sent) -> bool:
-    """Forget a client's connection, so that the client gets its request again; return True.
+    """Return True if a client may get its request again; if so, forget the client's connection.
 
-    Return False if the request was sent `MOST_SENDS` times over this connection.
+    Return False if it got the request `MOST_SENDS` times over this connection.
     """
     connection = exchange.connections.get(sent.name)
     if connection is not None and exchange.sends[connection] >= MOST_SENDS:
@@ -356,7 +362,7 @@ def _result_of(reply: Delivery, sent: Sent) -> bytes | Exception:
     if reply.broken:
         return MessageError("what it sent is no message of Flower's")
     if reply.error is not None:
-        # Flower's error text could contain a record, so it is not used.
+        # Do not use Flower's error text, because it could contain a private record.
         return RefusedError(FAILURE)
     return _checked_payload(reply, sent)
 
@@ -372,7 +378,7 @@ def _checked_payload(reply: Delivery, sent: Sent) -> bytes | Exception:
 
 
 def _is_genuine(reply: Delivery, sent: Sent) -> bool:
-    """Return True if a reply comes from the node that got the request, and has its nonce."""
+    """Return True if a reply comes from the asked node and has the nonce of the request."""
     nonce = reply.header.get(NONCE, "")
     same_node = reply.error is None and not reply.broken and reply.node == sent.node
     return same_node and hmac.compare_digest(nonce.encode(), sent.nonce.encode())

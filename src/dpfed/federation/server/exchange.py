@@ -26,7 +26,7 @@ PREFIX = "replies-"
 
 
 class PackedRequests(Mapping[str, bytes]):
-    """Requests as bytes, by client name. Each is converted to bytes only when it is looked up.
+    """Requests as bytes, by client name; a request is converted to bytes only when it is looked up.
 
     digests  hash of each request that was looked up, by client name
     """
@@ -94,7 +94,7 @@ class StoredReplies:
 
 @contextmanager
 def stored_replies(folder: Path | None) -> Iterator[StoredReplies]:
-    """Yield an empty store of replies, whose files are deleted when the context ends.
+    """Yield an empty `StoredReplies`, whose files are deleted when the context ends.
 
     folder  folder in which the files are made; None for the system's folder of temporary files
     """

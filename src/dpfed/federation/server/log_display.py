@@ -13,7 +13,7 @@ from dpfed.training.rounds import Round
 
 
 class JsonDisplay(Callback):
-    """Callback that writes each line of a server's log to stderr as a JSON object."""
+    """Callback that writes each line of a server's log to stderr in the form of a JSON object."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds

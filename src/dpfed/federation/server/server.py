@@ -51,7 +51,7 @@ from dpfed.training.round_context import learning_rate
 from dpfed.training.server_state import State
 
 Log = Callable[[str], None]
-# Requests by client number, the index of the client's name in alphabetical order.
+# Requests by client number. The number is the position of the client's name in alphabetical order.
 Requests = Mapping[int, Request] | Mapping[int, ScoringRequest]
 
 
@@ -69,7 +69,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The place of a run: its name in requests, and the folder for the files of replies.
+    """The name of a run, which requests contain, and the folder for the files of replies.
 
     If `folder` is None, the files are in the system's folder of temporary files.
     """
@@ -143,7 +143,7 @@ class Federation:
                 missing = {i: r for i, r in requests.items() if i not in replies.receipts}
                 for i, reply, data in self._exchange(missing, self._rounding.up, limit, "left out"):
                     replies.put(i, reply.receipt, data)
-                    # Free the memory of this message before the next one is fetched.
+                    # Free the memory of this message before the transport fetches the next one.
                     del reply, data
                 if len(replies.receipts) >= needed:
                     break
@@ -194,7 +194,8 @@ class Federation:
                 leave_out(name, str(error))
                 continue
             valid = [(numbers[name], reply, found)]
-            # Keep no reference, so that the caller can free this message before the next arrives.
+            # Keep no reference to this message. The caller can then free its memory before the next
+            # message arrives.
             del reply, found
             yield valid.pop()
         for name in sorted(waiting):
@@ -298,7 +299,7 @@ class Federation:
         return ScoringRequest(terms, {"theta": state.result})
 
     def _common_terms(self, t: int, client: int) -> dict[str, Any]:
-        """Return the fields that requests to train and requests for counts have in common."""
+        """Return the fields that training requests share with requests for noised counts."""
         rows, head = self.heads.get(client, (0, ""))
         return {
             "run": self._place.name,
@@ -386,7 +387,7 @@ def refuse_unsendable(job: Job, names: Sequence[str]) -> None:
 
 
 def norm_limit(job: Job, t: int, state: State) -> float:
-    """Return the largest norm that the server accepts for `delta`, a client's change of the model.
+    """Return the largest norm of `delta`, a client's change of the model, that the server accepts.
 
     The limit is computed from public numbers. It is far above the norm that an honest client can
     reach in the local steps of a round.

@@ -27,7 +27,7 @@ from dpfed.training.run_folder.atomic_file import write_file
 STATUS = "status.json"
 # Shortest time in seconds between two writings of the file if no client's connection has changed.
 WRITE_S = 1.0
-# The status file has at most this many refusals, the latest ones.
+# Largest number of refusals in the status file. Only the latest refusals stay in it.
 KEPT = 50
 RUNNING = ("waiting", "training")
 
@@ -105,8 +105,8 @@ class Status(Callback):
             scores = {"accuracy": round.accuracy}
         self._facts |= {name: value for name, value in scores.items() if value is not None}
         if round.epsilon is not None:
-            # An observer of the network may see which clients take part in a round. Its epsilon
-            # then equals that of the server.
+            # An observer of the network may see which clients take part in a round. For such a
+            # third party, epsilon is as large as for the server.
             self._facts["epsilon"] = {"server": round.epsilon, "third_party": round.epsilon}
         self._write()
 

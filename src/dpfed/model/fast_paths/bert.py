@@ -26,8 +26,8 @@ LAYERS = {
     "transformers.models.bert.modeling_bert.BertSelfAttention",
     "transformers.models.roberta.modeling_roberta.RobertaSelfAttention",
 }
-# BERT's attention in transformers accepts these arguments but does not read them. The faster
-# version therefore ignores them too.
+# BERT's attention in transformers accepts these arguments and ignores them. The faster version may
+# therefore ignore them too.
 UNREAD = {"encoder_hidden_states", "position_ids"}
 
 
@@ -102,7 +102,10 @@ def _mask_fits(mask: Tensor | None, x: Tensor, implementation: str) -> bool:
 
 
 def _additive(mask: Tensor | None) -> Tensor | None:
-    """Return the attention mask as numbers to add to the scores, `[M or 1, 1 or n, n]`, or None."""
+    """Return the attention mask as numbers to add to the attention scores; None without a mask.
+
+    The shape is `[M or 1, 1 or n, n]`, for M records with n positions each.
+    """
     if mask is None:
         return None
     mask = mask[:, 0]

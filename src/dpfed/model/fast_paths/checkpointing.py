@@ -38,15 +38,16 @@ def checkpoint_layers(model: nn.Module) -> None:
 @once_per_class
 def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # In compiled code the compiler does the checkpointing itself (per_sample/compiled.py).
+        # In compiled code the compiler itself stores the inputs and computes the rest again
+        # (per_sample/compiled.py).
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return cls.forward(self, *args, **kwargs)
-        # A shallow copy has the same modules and tensors but the original class. Its forward pass
-        # does not call this function again.
+        # A shallow copy has the modules and tensors of this layer, but the layer's original class.
+        # Its forward pass therefore does not call this function again.
         plain = copy.copy(self)
         plain.__class__ = cls
-        # Tied weights, or the keys of all dropout layers, are one tensor with several names.
-        # Collect the tensor under every name.
+        # One tensor may have several names, as a tied weight or the key of all dropout layers.
+        # Collect it under every name.
         weights = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),

@@ -13,13 +13,13 @@ from dpfed.model.per_sample.derived_class import derived, once_per_class
 
 
 def fuse_lora(model: nn.Module) -> None:
-    """Make every linear LoRA layer of peft use the operator, by replacing its class in place.
+    """Make peft's linear LoRA layers use the operator `accel.operators.lora`, in place.
 
-    The operator runs if the layer has one active adapter without dropout, and each sample has its
-    own adapter weights. Otherwise peft's code runs. In compiled code on a CPU peft's code runs too,
-    because the kernels need a GPU.
+    The classes of the layers are replaced. The operator runs if a layer has one active adapter
+    without dropout, and each sample has its own adapter weights. Otherwise peft's code runs. In
+    compiled code on a CPU peft's code runs too, because the kernels need a GPU.
     """
-    # Without peft in memory there is no such layer, and importing it takes a second.
+    # If peft was not imported, the model has no LoRA layer. An import here would take a second.
     if "peft" not in sys.modules:
         return
     from peft.tuners.lora.layer import Linear

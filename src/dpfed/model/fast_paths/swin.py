@@ -69,17 +69,17 @@ def _fits(attention: Any, x: Tensor) -> bool:
 def _bias(attention: Any) -> Tensor:
     """Return the position bias `[heads, n, n]` for windows of n positions.
 
-    The bias is computed from a table of weights and stored. It is computed again if the table is
-    replaced, moved or written to. A write through `.data` cannot be detected; the stored bias then
-    remains in use.
+    The bias is computed from a table of weights and stored. It is computed again if the table of
+    weights is replaced, moved or written to. A write through `.data` cannot be detected; the stored
+    bias then remains in use.
     """
     bias = attention.relative_position_bias
     table = bias.relative_position_bias_table
     if torch.compiler.is_compiling() or table.is_inference():
         return bias()[0]  # type: ignore[no-any-return]
     stored = attention.__dict__.get("_stored_bias")
-    # The stored entry keeps the table's memory alive. No other table can therefore get the same
-    # address, which is compared here.
+    # The stored entry refers to the table of weights and so keeps it in memory. No other table can
+    # then get its address, by which the code below recognises the table.
     if (
         stored
         and stored[0].data_ptr() == table.data_ptr()
@@ -190,7 +190,7 @@ def _fused_stage(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _window_orders(layer: Any, x: Tensor, size: Size) -> tuple[Tensor, Tensor] | None:
-    """Return the permutation from image order to window order and its inverse.
+    """Return the permutation of patches from image order to window order, and its inverse.
 
     Return None if the layer's own code in transformers must run. This code also runs for images
     that need padding and when compiling, because the compiler itself fuses norm, shift and windows.
@@ -220,13 +220,13 @@ def _order(
     return _stored(key, make, device)  # type: ignore[no-any-return]
 
 
-# (key, device) -> small tensors that depend only on the key. Never delete one: captured CUDA graphs
-# read the memory of these tensors.
+# Small tensors by (key, device), which depend only on the key. They are never deleted, because
+# captured CUDA graphs read the memory of these tensors.
 _STORED: dict[tuple[Any, ...], Any] = {}
 
 
 def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device) -> Any:
-    """Return the stored tensors for `key`; the first call on a device computes them by `make`.
+    """Return the stored tensors for `key`; the first call for a device computes them by `make`.
 
     Return None if nothing is stored yet and a CUDA graph capture is running. Tensors that are made
     during a capture cannot be kept for use outside its graph.
@@ -234,8 +234,8 @@ def _stored(key: tuple[Any, ...], make: Callable[[], Any], device: torch.device)
     if (key, device) not in _STORED:
         if _capturing(device):
             return None
-        # Another thread may have stored tensors in the meantime. Keep those, because a captured
-        # graph may read them already.
+        # Another thread may have stored tensors under this key in the meantime. Use those, because
+        # a captured CUDA graph may already read them.
         return _STORED.setdefault((key, device), _computed_for_all_streams(make, device))
     return _STORED[key, device]
 

@@ -56,7 +56,7 @@ def quantisation(how: Quantize, config: Any, skip: Sequence[str]) -> Any:
 
 
 def _stated(config: Any) -> dict[str, Any] | None:
-    """Return the quantisation that a model's configuration declares, or None for plain weights."""
+    """Return the quantisation that a model's configuration declares; None for plain weights."""
     stated = getattr(config, "quantization_config", None)
     if stated is None or isinstance(stated, dict):
         return stated
@@ -164,7 +164,7 @@ def stored_tensors(name: str, value: Tensor) -> dict[str, Tensor]:
 
 
 def compute_with_numbers(model: nn.Module) -> None:
-    """Let all linear layers with quantised weights compute with weights in floating point.
+    """Make linear layers convert their quantised weights to floating point for each product.
 
     The classes of these layers are replaced in place.
     """

@@ -17,7 +17,7 @@ from dpfed.model.per_sample.gradients import call, trainable
 from dpfed.model.task import InputSpec
 from dpfed.model.zoo.built import Built
 
-# Largest number of tensors whose names a note to the user lists; the others are only counted.
+# A note to the user lists at most this many names of tensors, and counts the others.
 NAMED = 3
 
 
@@ -53,8 +53,8 @@ def _used_by_outputs(model: nn.Module, built: Built, spec: InputSpec) -> set[str
         try:
             return _reached_tensors(_on_meta(model), prepare(dict(inputs)))
         except Exception:
-            # Models with `if` on values raise errors of many classes on the meta device, which has
-            # no values. Try the next form of the inputs.
+            # Catch all errors. The meta device has no values, so a model with an `if` on values
+            # raises errors of many classes. Then try the next form of the inputs.
             continue
     return None
 
@@ -62,7 +62,7 @@ def _used_by_outputs(model: nn.Module, built: Built, spec: InputSpec) -> set[str
 def _open_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the inputs with an attention mask of four axes that hides no token.
 
-    With a mask of two axes, models run `if` on its values, which is impossible on the meta device.
+    With a mask of two axes, models test its values by an `if`, which fails on the meta device.
     """
     ids = inputs["input_ids"].long()
     mask = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], device=ids.device)
@@ -75,7 +75,7 @@ def _no_mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device. A forward pass cannot change the original."""
+    """Return a copy of the model on PyTorch's meta device, so that the original cannot change."""
     memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         empty = torch.empty_like(p, device="meta")
@@ -103,7 +103,7 @@ def _reached_tensors(model: nn.Module, arguments: dict[str, Tensor]) -> set[str]
 
 
 def _unread_by_architecture(model: nn.Module, names: dict[str, nn.Parameter]) -> set[str]:
-    """Return names of tensors that a forward pass reads without an effect on the output.
+    """Return names of tensors that the model reads but that have no effect on the output.
 
     Longformer's classifier reads only the first token, which uses global attention. The local
     query, key and value layers of the last layer therefore have no effect.

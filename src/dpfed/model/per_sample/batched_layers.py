@@ -99,12 +99,12 @@ class BatchedEmbedding(nn.Embedding):
         grouped = per_sample(ids, samples, self).flatten(1)
         table = self.weight.reshape(samples * rows, width)
         offset = torch.arange(samples, device=ids.device).unsqueeze(1) * rows
-        # The copies of all records form one table, in which a wrong id would read another record's
-        # copy. Replace wrong ids by an id beyond the table, for which PyTorch raises an error.
+        # The embedding tables of all records form one long table. A wrong id could read another
+        # record's copy, so replace it by an id beyond the table, for which PyTorch raises an error.
         known = (grouped >= 0) & (grouped < rows)
         y = F.embedding(torch.where(known, grouped + offset, samples * rows), table)
         if self.padding_idx is not None:
-            # As in nn.Embedding, the padding row gets no gradient.
+            # The row of the padding token gets no gradient, as in nn.Embedding.
             y = torch.where((grouped == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return y.view(first, *ids.shape[1:], width)
 
@@ -123,8 +123,8 @@ class BatchedConv2d(nn.Conv2d):
             padding = 0
         if self._as_product(grouped):
             return self._product(grouped.flatten(0, 1))
-        # Each record has its own groups. In half precision on a CPU, PyTorch's kernel spreads a NaN
-        # from one group to its neighbour, so use float32 there.
+        # Use float32 in half precision on a CPU: PyTorch's kernel there spreads a NaN from the
+        # channel groups of one record to those of the next record.
         dtype = torch.float32 if _half_on_cpu(x) else x.dtype
         inner = grouped.transpose(0, 1).flatten(1, 2).to(dtype)  # [k, M*c, h, w]
         weight = self.weight.flatten(0, 1).to(dtype)
@@ -235,7 +235,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             per_sample(leaf, samples, self) if axis == 0 else leaf
             for leaf, axis in zip(flat, axes, strict=True)
         ]
-        # Give each record its dropout key too, for dropout layers inside this module.
+        # Each record also needs its own dropout key, for dropout layers inside this module.
         for name, buffer in self.named_buffers():
             if name.rpartition(".")[2] == KEY and buffer.numel():
                 batched[name] = buffer.unsqueeze(1)
@@ -245,7 +245,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
             one_args, one_kwargs = torch.utils._pytree.tree_unflatten(list(leaves), spec)
             out = torch.func.functional_call(self, weights, one_args, one_kwargs)
             form[:] = torch.utils._pytree.tree_flatten(out)
-            # `vmap` can return only tensors, so outputs that are no tensors are kept in `form`.
+            # `vmap` can return only tensors. Keep all other outputs in `form`.
             return [y for y in form[0] if isinstance(y, Tensor)]
 
         tensors = iter(map_records(single, axes)(batched, *leaves))
@@ -256,7 +256,7 @@ def _mapped_layer(cls: type[nn.Module], map_records: MapRecords) -> type[nn.Modu
 
 
 def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int | None]:
-    """Return for each argument 0 if its first axis holds records, or None if records share it.
+    """Return 0 for each argument whose first axis holds records, None for each that all share.
 
     The first call guesses from the shapes, and later calls return the same result. The first call
     comes from the isolation check, which detects wrong gradients and so a wrong guess. In a later
@@ -267,8 +267,8 @@ def _record_axes(module: nn.Module, leaves: list[Any], samples: int) -> list[int
     axes = known.get(len(leaves))
     if axes is None:
         axes = [0 if _is_batched(leaf, samples) else None for leaf in leaves]
-        # With one record every argument seems to hold records. Do not store this result, because it
-        # is wrong for more records.
+        # With a single record, every argument seems to hold records. Do not store this result,
+        # because it would be wrong for several records.
         if samples > 1:
             known[len(leaves)] = axes
     return axes

@@ -14,8 +14,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 LOG = logging.getLogger("dpfed")
-# Share of the activations that are stored. The cheap others are computed again, which takes 1 %
-# more time and saves a sixth of the memory (docs/performance.md).
+# Fraction of the activations that the compiler may store for the backward pass. Computing the
+# others again takes 1 % more time and saves a sixth of the memory (docs/performance.md).
 ACTIVATION_BUDGET = 0.8
 
 
@@ -63,8 +63,8 @@ class Compiled:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Catch all errors, because compilers raise errors of many classes. Then try the
-                # next way of compilation, or run uncompiled.
+                # Catch all errors, because compilers raise errors of many classes. The code then
+                # compiles in the next way, or runs uncompiled.
                 self._give_up(error)
         return self._plain(*arguments)
 

@@ -15,7 +15,7 @@ MakeClass = Callable[[type[nn.Module]], type[nn.Module]]
 
 
 def once_per_class(make: MakeClass) -> MakeClass:
-    """Return `make` with a cache, so that all layers of one class get the same new class.
+    """Return `make`, which creates a class, with a cache: equal layer classes get one new class.
 
     torch.compile then compiles these layers only once.
     """

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def failing_layer(model: nn.Module, compute: Callable[[], object]) -> str:
-    """Call `compute` and return the layer in which it fails, as the text " in NAME (CLASS)".
+    """Call `compute` and return the layer in which it fails, as the string " in NAME (CLASS)".
 
     The innermost layer counts. Return "" if no layer raises an error.
     """

@@ -21,8 +21,8 @@ from dpfed.model.parameter_vector import Space
 from dpfed.model.per_sample.gradients import Batch, PerSample, call, cast
 from dpfed.model.zoo.built import Built, Prepare
 
-# Standard deviation of random numbers that are added to the trainable weights. A head of zeros
-# would give zeros for every input and so hide errors.
+# Standard deviation of random numbers that are added to the trainable weights. Otherwise a head of
+# zeros would give the output zero for every input and so hide errors.
 SPREAD = 0.02
 # Largest relative difference, explained by rounding, between the outputs of a record alone and in a
 # padded batch.
@@ -159,7 +159,7 @@ def largest_difference(model: PerSample, plain: PlainOutputs, form: Prepare) -> 
         together = logits_of(model.model, weights, cast(form(dict(plain.inputs)), model.dtype))
     differences = []
     for got, want in zip(together, plain.outputs, strict=True):
-        # Cut off the padding tokens of a language model, which the plain outputs do not have.
+        # Cut off the outputs for padding tokens, which the outputs of the plain model do not have.
         real = got[: len(want)] if got.dim() == 2 else got
         size = max(float(want.norm()), torch.finfo(torch.float32).tiny)
         difference = float((real.float() - want).norm()) / size

@@ -1,8 +1,8 @@
 """Per-sample gradients of a model in one forward and one backward pass, for S clients side by side.
 
-Every record gets its own copy of the trainable weights, taken from its client's row of theta
-`[S, P]`. The batched layers compute with these copies. The gradient of a record's copy is then
-the record's per-sample gradient.
+Every record gets its own copy of the trainable weights. Theta `[S, P]` has one row of P trainable
+numbers for each client, and a record copies its client's row. Batched layers compute with these
+copies. The gradient of a record's copy is then the record's per-sample gradient.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class PerSample:
     task     turns scores and labels into one loss per record, and into predictions
     rows     number of records in one pass of `scores` on a CPU
 
-    Attributes that the job sets after its checks:
+    Attributes for exact isolation, in which no record changes another record's gradient. A place
+    is the position of a record in a pass. `places.settle_places` sets all but the first:
     shares_passes  False if records of one pass change the rounding of each other, as in a mixture
                    of experts
-    places         number of records in one pass with exact isolation
-    kinds          number of kinds of places (places.settle_places)
-    alone          the reason if `places` and `kinds` must be 1, else None
+    places         number of places in one pass
+    alone          the reason if a pass must have only one record, else None
     """
 
     def __init__(
@@ -82,10 +82,9 @@ class PerSample:
         self.rows = rows
         self.shares_passes = not has_experts(model)
         self.places = 1
-        self.kinds = 1
         self.alone: str | None = None
         self._rows_factor = 16.0
-        # Each call replaces weights inside the modules, so threads must run the model in turn.
+        # Each call replaces weights inside the modules, so one thread at a time may run the model.
         self._lock = threading.Lock()
         self.dtype = torch.float32
         self._checkpoints = False
@@ -143,7 +142,7 @@ class PerSample:
 
     @property
     def dropout(self) -> tuple[str, ...]:
-        """The names of the dropout layers whose masks depend on the record's key."""
+        """The names of the dropout layers; the key (seed) of a record decides its dropout masks."""
         return tuple(key.rpartition(".")[0] for key in self._keys)
 
     def grads(
@@ -154,11 +153,13 @@ class PerSample:
         labels: Tensor,
         keys: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return for each trainable tensor with n numbers its per-sample gradients, `[M, n]`.
+        """Return the per-sample gradients of M records: `[M, n]` for each trainable tensor.
+
+        n is the number of elements of the tensor.
 
         theta   the trainable vectors of S clients, `[S, P]`
         client  for each record, the row of theta that it uses, `[M]`
-        keys    dropout keys of the records, `[M]`; None switches dropout off
+        keys    seeds of the records' dropout masks, `[M]`; None switches dropout off
         """
         if len(client) == 0:
             return [theta.new_zeros(0, shape.numel()) for shape in self.space.shapes]
@@ -179,8 +180,7 @@ class PerSample:
     ) -> list[Tensor]:
         """Return the gradients of `grads`, but with the gradients of linear weights transposed.
 
-        This saves a copy. Afterwards `ordered` can put sums of these gradients in the order of the
-        vector.
+        This saves a copy. After the gradients are summed, `ordered` transposes them back.
         """
         copies = self._copies(theta, client)
         with torch.enable_grad():
@@ -195,17 +195,18 @@ class PerSample:
         return [grad.reshape(len(client), -1) for grad in grads]
 
     def ordered(self, raw: Tensor) -> Tensor:
-        """Return `raw [S, P]`, sums of gradients from `raw_grads`, in the order of the flat vector.
+        """Return sums of gradients from `raw_grads`, in the order of the flat trainable vector.
 
-        The result is `raw` itself if its order is already right.
+        raw  `[S, P]` one sum of P numbers for each of S clients; returned as it is if its order is
+             already right
         """
         return self._gradient_layout.vectors(raw)
 
     def scores(self, vector: Tensor, inputs: Batch) -> Tensor:
         """Return the model's scores of all records for the trainable vector `[P]`, without dropout.
 
-        The records are computed in several passes, with more records per pass on a GPU than on a
-        CPU. After each out-of-memory error, the records per pass are halved and the call repeats.
+        The records are computed in several forward passes, with more records per pass on a GPU than
+        on a CPU. After an out-of-memory error on a GPU, passes of half the size compute all again.
         """
         weights = {name: w.to(self.dtype) for name, w in self.space.unflatten(vector).items()}
         if vector.device.type != "cuda":
@@ -261,7 +262,7 @@ class PerSample:
 
 
 def _transposed(model: nn.Module, space: Space) -> list[bool]:
-    """Return for each tensor True if its copies are stored transposed, as for linear weights.
+    """Return for each trainable tensor True if its copies are transposed: the linear weights.
 
     A linear layer multiplies by the transpose of its weight, so autograd computes the transposed
     gradient. If the copies are transposed too, this gradient is used without another copy.
@@ -337,9 +338,10 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def install_batched_layers(model: nn.Module, space: Space) -> None:
-    """Turn every module that uses a trainable tensor into its batched version, in place.
+    """Change the class of every module that uses a trainable tensor to a batched layer, in place.
 
-    A tied tensor is used by several modules; all of them are replaced.
+    A batched layer computes with separate weights for each record. If several modules use a tied
+    tensor, all of them change.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -349,7 +351,7 @@ def install_batched_layers(model: nn.Module, space: Space) -> None:
         if id(parameter) not in trained:
             continue
         owner = tensor.rpartition(".")[0]
-        # A container has no forward pass. Replace its parent, which reads the tensor.
+        # A container has no forward pass. Its parent uses the tensor, so change the parent.
         while isinstance(modules[owner], CONTAINERS):
             owner = owner.rpartition(".")[0]
         parent = modules.get(owner.rpartition(".")[0])

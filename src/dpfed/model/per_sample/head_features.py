@@ -3,8 +3,8 @@
 If only the head is trained, the head's input for a record is the same at every step. This input is
 called the record's features. Features are computed once, and the head then trains on them like a
 small model.
-The frozen layers and the head are two PerSample objects with the same modules and different
-forward passes. Names, vector and dropout therefore do not change.
+The frozen layers and the head are two PerSample objects, which compute per-sample gradients. They
+have the same modules but different forward passes, so both use the same trainable vector.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dpfed.model.per_sample.gradients import Batch, Forward, PerSample
 
 FEATURES = "features"
 DROPOUT = "the model has dropout or stochastic depth"
-# Number of records in one pass of the head. It is large, because the head needs little memory.
+# Least number of records in one forward pass of the head, which needs little memory.
 ROWS = 8192
 
 
 class _NotSeparableError(Exception):
-    """Raised if the model's output depends on more than the head's input."""
+    """The model cannot be split: its output does not follow from the head's input alone."""
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Two models that give the outputs of one model if called one after the other.
+    """A model that is split into frozen layers and a head, to be called one after the other.
 
-    frozen  reads records; its scores are the features
+    frozen  reads records; its output is the features, which are the head's input
     head    reads features; its scores equal the scores of the whole model
     size    bytes of one record's features
     """
@@ -44,8 +44,8 @@ class HeadSplit:
 def split(model: PerSample, theta: Tensor, blank: Batch) -> HeadSplit | str:
     """Return the split model, or the reason why the model cannot be split.
 
-    theta  the initial vector `[P]`
-    blank  records without private data, on which the split is tried
+    theta  initial values of the P trainable numbers, `[P]`
+    blank  records without private data, on which the split is tested
     """
     found: HeadSplit | str = "what is trained is not one module behind a frozen part"
     for name in heads_of(model.model, model.space.names):
@@ -94,8 +94,8 @@ def _equal_up_to_rounding(one: Tensor, other: Tensor) -> bool:
 def heads_of(model: nn.Module, trained: tuple[str, ...]) -> list[str]:
     """Return the names of the modules that may be the head, the innermost first.
 
-    Such a module contains every trained tensor. The rest of the model has frozen tensors and uses
-    no trained tensor.
+    A possible head contains every trained tensor. The rest of the model has frozen tensors and no
+    trained tensor.
     """
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in trained), strict=False):

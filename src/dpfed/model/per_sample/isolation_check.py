@@ -30,18 +30,18 @@ RECORDS = 3
 # Largest difference between a record's gradient alone and in a batch that rounding can explain,
 # relative to the norm of the tensor's gradient.
 TOLERANCE = 1e-3
-# A ReLU with an input near zero can explain relative differences of gradients up to this value.
+# Relative differences of gradients up to this value may come from a ReLU whose input is near zero.
 RELU_TOLERANCE = 0.1
-# Largest accepted difference like TOLERANCE if both gradients are computed in double precision.
+# Largest accepted relative difference if both gradients are computed in double precision.
 DOUBLE_TOLERANCE = 1e-7
 # How many other random weights to try. In a deep network, most random weights give some ReLU an
 # input near zero, so the check needs many attempts.
 MAX_DRAWS = 16
-# Rounding errors are at most this share of the norm of all gradients. The bias of an attention key
-# has a true gradient of zero, so all of its gradient is rounding.
+# Rounding errors are at most this fraction of the norm of all gradients. One example is the bias of
+# an attention key: its true gradient is zero, so it has only rounding errors.
 ROUNDING = 1e-6
-# In `records_mix`, factor for the weights of the other records. It makes their activations
-# outliers.
+# `records_mix` multiplies the weights of the other records by this factor, so that their
+# activations become outliers.
 OUTLIERS = 100.0
 
 
@@ -197,8 +197,8 @@ def check_isolation(
     name, difference = _largest_difference(
         model, with_broken, gradients, max(ROUNDING, torch.finfo(model.dtype).eps)
     )
-    # A smaller difference is rounding. If NaN has reached another record, the difference is NaN,
-    # and any comparison with it is False.
+    # A smaller difference is explained by rounding. If NaN has spread to another record, the
+    # difference is NaN. The comparison with NaN is False, so `not` makes it an error.
     if not difference <= RELU_TOLERANCE:
         raise DpfedError(
             f"{here} a record whose gradient is not finite changes that of another in {name}: "
@@ -239,13 +239,13 @@ def _largest_difference(
     alone: Sequence[Tensor],
     rounding: float = ROUNDING,
 ) -> tuple[str, float]:
-    """Return the tensor whose two gradients differ most: its name and the relative difference.
+    """Return the name of the tensor whose two gradients differ most, and the relative difference.
 
-    Each difference is first reduced by `rounding` times the norm of the whole gradient, because
-    rounding explains that much.
+    Rounding errors can be as large as `rounding` times the norm of the whole gradient. This amount
+    is subtracted from each difference.
 
-    together  gradients of each tensor, computed for all records together
-    alone     gradients of each tensor, computed record by record
+    together  gradient of each tensor, computed for all records together
+    alone     gradient of each tensor, computed record by record
     """
     floor = rounding * torch.cat(list(alone), dim=1).norm()
     differences = [
@@ -261,10 +261,10 @@ def _largest_difference(
 def _each_agrees_once(
     model: PerSample, theta: Tensor, records: _Records, generator: torch.Generator
 ) -> bool:
-    """Return True if each record gets equal gradients alone and together, for some random weights.
+    """Return True if, for some random weights, each record has one gradient alone and in a batch.
 
-    Together means in one batch with all records. At most `MAX_DRAWS` random weights are tried, and
-    one of them with equal gradients suffices for a record.
+    The batch contains all records. At most `MAX_DRAWS` random weights are tried, and one of them
+    with equal gradients suffices for a record.
     """
     unequal = set(range(RECORDS))
     for _ in range(MAX_DRAWS):
@@ -283,10 +283,10 @@ def _each_agrees_once(
 
 
 def _agrees_in_double(model: PerSample, records: _Records) -> bool:
-    """Return True if gradients together and gradients alone agree in double precision.
+    """Return True if gradients in a batch and gradients of single records agree in float64.
 
-    Together means that all records are computed in one batch. Return False if the gradients differ
-    or if the model cannot run in double precision. Quantised models cannot.
+    Return False if the gradients differ or if the model cannot run in double precision. Quantised
+    models cannot.
     """
     if has_quantised(model.model):
         return False
@@ -304,8 +304,8 @@ def _agrees_in_double(model: PerSample, records: _Records) -> bool:
         # Catch all errors, because models and devices without double precision raise many classes.
         return False
     finally:
-        # Put the original tensors back. Converting the model back would not restore tensors of
-        # other dtypes, and keeping copies would need memory.
+        # Put back the original tensors. A conversion of the model would not restore tensors that
+        # had another dtype before.
         model.dtype = before
         for name, p in model.model.named_parameters():
             p.data = numbers[name]

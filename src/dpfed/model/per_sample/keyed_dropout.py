@@ -30,13 +30,13 @@ def rule_of(salt: int, rate: float) -> Tensor:
     salt  the layer's number
     rate  the probability of dropout
     """
-    # The tensor has the dtype int64, so reduce the product to the range of int64.
+    # int64 holds the numbers from -2^63 to 2^63 - 1, so reduce the product to this range.
     start = (salt * _GOLDEN + 2**63) % 2**64 - 2**63
     return torch.tensor([start, math.ceil(rate * 2**24)])
 
 
 def _key_and_rule(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the records' keys `[M]` and the layer's dropout rule, as `rule_of` returns it.
+    """Return the dropout keys `[M]` of M records, and the layer's rule from `rule_of`.
 
     Return None if nothing is dropped: the layer's rate is 0, or no keys are set, as in evaluation.
     """
@@ -59,7 +59,7 @@ class KeyedDropout(nn.Dropout):
 
 @once_per_class
 def keyed_drop_path(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the keyed version of a stochastic-depth class, which drops or keeps whole records."""
+    """Return a version of a stochastic-depth class that drops whole records by their keys."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         buffers = _key_and_rule(self, x)

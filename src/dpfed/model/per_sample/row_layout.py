@@ -1,4 +1,4 @@
-"""A second layout of the flat vector of trainable numbers, called row.
+"""Convert the flat vector of trainable parameters to a second layout, called row, and back.
 
 In a row, some tensors are transposed or followed by a gap.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from dpfed.model.parameter_vector import Space
 
-# Average piece size in numbers from which copying piece by piece is faster than copying all numbers
-# by an index.
+# If the pieces have on average at least this many elements, copying piece by piece is faster than
+# copying all elements by an index.
 LARGE = 2**15
 
 
 @dataclass
 class Piece:
-    """Numbers that are adjacent both in the flat vector and in the row, its second layout.
+    """A range of elements that are adjacent in the flat vector and in its second layout, the row.
 
-    vector  index of the first number in the vector
-    row     index of the first number in the row
-    size    how many numbers the piece has
+    vector  index of the first element in the vector
+    row     index of the first element in the row
+    size    number of elements
     sides   shape of the tensor in the vector if the row holds its transpose; otherwise None
     """
 
@@ -62,8 +62,8 @@ class Layout:
     def _append(self, piece: Piece) -> None:
         last = self.pieces[-1] if self.pieces else None
         if last and last.sides is piece.sides is None and last.row + last.size == piece.row:
-            # This piece continues the last one in the vector and in the row, so one copy can move
-            # both.
+            # This piece continues the previous piece in the vector and in the row, so join the two:
+            # one copy then moves both.
             last.size += piece.size
         else:
             self.pieces.append(piece)

@@ -84,6 +84,7 @@ WHOLE = {
     "modeling_deberta.DisentangledSelfAttention": _batched_deberta,
     "modeling_deberta_v2.DisentangledSelfAttention": _batched_deberta,
     "modeling_mpnet.MPNetEncoder": _batched_mpnet,
-    # Under `vmap` the padding row of the embedding table would get a gradient, so use a loop.
+    # With `vmap` the padding row of the embedding table would get a gradient, which it must not
+    # have. Use a loop over the records.
     "quant_modules.QuantEmbedding": loop_layer,
 }

@@ -1,4 +1,4 @@
-"""Python files that are copied into an export, and so run without dpfed.
+"""Python files that are copied into the folder of an exported model.
 
-They need only torch, Pillow and transformers.
+They need only torch, Pillow and transformers, so users of the model need not install dpfed.
 """

@@ -1,7 +1,7 @@
 """Image processor that prepares images exactly as the training run did.
 
-It needs torch, Pillow and transformers. Its settings are in `preprocessor_config.json` beside it.
-`AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)` loads both.
+It needs torch, Pillow and transformers. `preprocessor_config.json` beside this file has its
+settings. `AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)` loads both files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RunImageProcessor(BaseImageProcessor):  # type: ignore[misc]
     side         pixels of a side after resizing; None keeps the size
     channels     channels of the model's input
     image_mean   subtracted from each channel after the division by `white`
-    image_std    divides each channel after that
+    image_std    divides each channel after the subtraction of `image_mean`
     white        pixel value of full intensity
     resize       "bilinear" or "bicubic"
     sharpen      strength of the unsharp mask after resizing; 0 for none
@@ -63,9 +63,9 @@ class RunImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         return_tensors: str | None = None,
         **others: Any,
     ) -> BatchFeature:
-        """Return `pixel_values` of one image or of a list.
+        """Return `pixel_values`, the model's input for one image or a list of images.
 
-        An image is one of Pillow or a uint8 array `[H, W]` or `[H, W, C]`.
+        An image is a Pillow image, or a uint8 array `[H, W]` or `[H, W, C]`.
         """
         several = images if isinstance(images, list | tuple) else [images]
         pixels = torch.cat([self.prepare(self.read(image)) for image in several])
@@ -83,7 +83,7 @@ class RunImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         return pixels[None].float()
 
     def prepare(self, pixels: Tensor) -> Tensor:
-        """Return the model's input for pixels `[M, C, H, W]`."""
+        """Return the model's input for the pixels `[M, C, H, W]` of M images."""
         if self.side is not None and tuple(pixels.shape[-2:]) != (self.side, self.side):
             smaller = self.side < max(pixels.shape[-2:])
             pixels = F.interpolate(

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput, SequenceClassifierOutput
 
-# Energy of the vectors of all earlier layers together. The vector of the last layer has energy 1.
+# Squared norm of the joined vectors of all layers but the last. The last layer's vector has norm 1.
 EARLIER = 0.5
 
 
 class LayersConfig(PretrainedConfig):  # type: ignore[misc]
-    """The encoder's configuration, and the widths of its layers.
+    """Configuration of a classifier on all layers of an encoder.
 
     body_config  configuration of the encoder
     widths       width of each layer's vector; the last one is that of the encoder's output
@@ -42,7 +42,10 @@ class LayersConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class LayersClassifier(PreTrainedModel):  # type: ignore[misc]
-    """An encoder, the means of its layers' outputs, and one linear layer.
+    """A classifier: one linear layer on the mean outputs of all layers of an encoder.
+
+    The joined means of a record are its features. Before the linear layer, `center` is subtracted
+    and the result is multiplied by `scale`.
 
     center  mean of the layers' vectors over public records
     scale   factor that gives the features of public records a root mean square norm of 10
@@ -65,7 +68,7 @@ class LayersClassifier(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def logits(self, **inputs: Any) -> Tensor:
-        """Return the logits of each record, `[M, classes]`."""
+        """Return the logits of M records, `[M, classes]`."""
         features = (joined(self.body, **inputs) - self.center) * self.scale
         logits: Tensor = self.classifier(features)
         return logits
@@ -76,7 +79,7 @@ class LayersClassifier(PreTrainedModel):  # type: ignore[misc]
 
 
 class LayersForSequenceClassification(LayersClassifier):
-    """The classifier for texts."""
+    """A classifier on all layers of a text encoder."""
 
     def forward(
         self,
@@ -91,7 +94,7 @@ class LayersForSequenceClassification(LayersClassifier):
 
 
 class LayersForImageClassification(LayersClassifier):
-    """The classifier for images."""
+    """A classifier on all layers of an image encoder."""
 
     main_input_name = "pixel_values"
 
@@ -104,9 +107,10 @@ class LayersForImageClassification(LayersClassifier):
 
 
 def joined(body: nn.Module, **inputs: Any) -> Tensor:
-    """Return the joined vectors of the layers of an encoder, one row for each record.
+    """Return the vectors of an encoder's layers, joined to one row for each record.
 
-    Each layer's vector is standardised by itself, so that no layer outweighs the others.
+    Each layer's vector is first scaled to mean 0 and to a fixed norm, so that no layer with large
+    numbers outweighs the others.
     """
     pooled = pooled_layers(body, **inputs)
     earlier = (EARLIER / max(len(pooled) - 1, 1)) ** 0.5
@@ -119,9 +123,9 @@ def joined(body: nn.Module, **inputs: Any) -> Tensor:
 
 
 def pooled_layers(body: nn.Module, **inputs: Any) -> list[Tensor]:
-    """Return the mean output of each layer of an encoder, `[M, width]`.
+    """Return each layer's mean output over the tokens or pixels of each record, `[M, width]`.
 
-    The last one is the mean of the encoder's own output.
+    The last element is the mean of the encoder's final output.
     """
     found: list[Tensor] = []
 
@@ -138,30 +142,33 @@ def pooled_layers(body: nn.Module, **inputs: Any) -> list[Tensor]:
 
 
 def layers_of(body: nn.Module) -> list[nn.Module]:
-    """Return the encoder's layers: the elements of its innermost lists of modules."""
+    """Return the encoder's layers: the elements of each ModuleList that contains no ModuleList."""
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m)]
     inner = [m for m in lists if not any(other in lists for other in list(m.modules())[1:])]
     return [layer for found in inner for layer in found]
 
 
 def pool(output: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the mean over tokens `[M, L, D]` or pixels `[M, D, H, W]`; padding is ignored."""
+    """Return each record's mean vector `[M, D]` over its tokens or pixels, without padding.
+
+    output  vectors of L tokens `[M, L, D]`, or of pixels `[M, D, H, W]`, for M records
+    """
     if output.dim() == 4:
         return output.mean((2, 3))
     if attention_mask is None:
         return output.mean(1)
     real = unmasked(attention_mask)
-    # Sums of half-precision vectors are made in float32.
+    # Add half-precision vectors in float32, because a half-precision sum would lose digits.
     exact = torch.promote_types(output.dtype, torch.float32)
     count = real.sum(1, keepdim=True).clamp_min(1)
     return ((output * real.unsqueeze(-1)).sum(1, dtype=exact) / count).to(output.dtype)
 
 
 def unmasked(attention_mask: Tensor) -> Tensor:
-    """Return which tokens are not padding, `[M, L]`.
+    """Return True for each token that is not padding: `[M, L]` for M records of L tokens.
 
-    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]` with 0 for a visible token and
-    the lowest number elsewhere. In the second form the last row sees every token.
+    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]`. The second form has 0 for a
+    visible token and the lowest number elsewhere, and its last row shows every token.
     """
     if attention_mask.dim() == 2:
         return attention_mask.bool()

@@ -16,15 +16,15 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 class PooledConfig(PretrainedConfig):  # type: ignore[misc]
-    """The encoder's configuration, and how its token vectors become one vector.
+    """Configuration of a text classifier that pools an encoder's token vectors into one vector.
 
     text_config  configuration of the encoder
     pooling      "mean" over unmasked tokens, or "cls": the first unmasked token
     normalize    scale the pooled vector to length sqrt(width)
     """
 
-    # A separate model type: without this file, transformers refuses the folder. It would load the
-    # encoder with another head if the type were the encoder's.
+    # With a new model type, transformers refuses the folder if this file is missing. With the
+    # encoder's type it would load the encoder with a wrong head.
     model_type = "pooled-text"
 
     def __init__(
@@ -43,7 +43,7 @@ class PooledConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
-    """An encoder, pooling and one linear layer."""
+    """A text classifier: one linear layer on the pooled token vectors of an encoder."""
 
     config_class = PooledConfig
     base_model_prefix = "body"
@@ -77,12 +77,12 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def pool(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return one vector for each record, `[M, L, D]` -> `[M, D]`; padding is ignored."""
+        """Return one vector for each of M records, `[M, L, D]` -> `[M, D]`, without padding."""
         real = unmasked(tokens, attention_mask)
         if self.config.pooling == "cls":
             pooled = tokens[torch.arange(len(tokens), device=tokens.device), real.int().argmax(1)]
         else:
-            # Sums of half-precision vectors are made in float32.
+            # Add half-precision vectors in float32, because a half-precision sum would lose digits.
             exact = torch.promote_types(tokens.dtype, torch.float32)
             count = real.sum(1, keepdim=True).clamp_min(1)
             pooled = (tokens * real.unsqueeze(-1)).sum(1, dtype=exact) / count
@@ -92,10 +92,10 @@ class PooledForSequenceClassification(PreTrainedModel):  # type: ignore[misc]
 
 
 def unmasked(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return True for each token that is not padding, `[M, L]`.
+    """Return True for each token that is not padding: `[M, L]` for M records of L tokens.
 
-    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]` with 0 for a visible token and
-    the lowest number elsewhere. In the second form the last row sees every token.
+    The mask is `[M, L]` with 1 for a token, or `[M, 1, 1 or L, L]`. The second form has 0 for a
+    visible token and the lowest number elsewhere, and its last row shows every token.
     """
     if attention_mask is None:
         return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

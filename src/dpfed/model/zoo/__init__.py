@@ -1,4 +1,7 @@
-"""The models that a configuration can name. Each is a section class with a method `build(spec)`."""
+"""The models that a configuration can choose by `model.name`.
+
+Each is a class for the configuration section `[model]`. Its method `build(spec)` makes the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The result of building a model, zero heads, and the dropout settings of configurations."""
+"""Describe a model that was built, set its new head to zero, and set its dropout.
+
+The head is the last layer of a classifier.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dpfed.model.task import CLASSIFY, InputSpec, Task
 
 Prepare = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
-# Configuration keys by which models set the dropout of hidden layers and of the head.
+# Keys in model configurations of transformers for the dropout of hidden layers and of the head.
 DROPOUT = (
     "hidden_dropout_prob",
     "hidden_dropout",
@@ -41,14 +44,17 @@ class Built:
     """A model with everything that training and export need to know about it.
 
     model       the plain model, without adapters
-    head        names of modules that are always trained as a whole; none for a language model
+    head        names of modules that are trained in full, never by adapters; empty for a language
+                model
     prepare     turns raw inputs into the arguments of the model
     task        turns the model's output into scores, losses and accuracies
-    spec        the facts about the inputs, with the vocabulary of the model; None if unchanged
-    rows        number of records in one pass of an evaluation
+    spec        kind and shape of the inputs, with the size of the model's vocabulary; None if the
+                spec from which the model was built stays valid
+    rows        number of records in one forward pass of an evaluation
     notes       sentences to show to the user
-    companions  creates the files of an export besides the weights
-    forms       alternatives to `prepare`, preferred first; a check chooses the first correct one
+    companions  makes the files that an export writes beside the weights
+    forms       functions that could serve as `prepare`, preferred first; a check before training
+                chooses the first one that is correct
     """
 
     model: nn.Module
@@ -75,7 +81,10 @@ def zero(layer: nn.Linear) -> nn.Linear:
 
 
 def zero_head(head: nn.Module, name: str) -> None:
-    """Set the last linear layer of the head called `name` to zero."""
+    """Set weight and bias of the last linear layer in the module `head` to zero.
+
+    name  the head's name, for error messages
+    """
     linear = [module for module in head.modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise DpfedError(
@@ -85,16 +94,16 @@ def zero_head(head: nn.Module, name: str) -> None:
 
 
 def set_dropout(config: Any, rate: float) -> None:
-    """Set the dropout of hidden layers and of the head to `rate`, and inside attention to 0."""
+    """Set dropout in a model's configuration: `rate` for hidden layers and head, 0 in attention."""
     for name in (*DROPOUT, *ATTENTION_DROPOUT):
         if getattr(config, name, None) is not None:
             setattr(config, name, 0.0 if name in ATTENTION_DROPOUT else rate)
 
 
 def refuse_other_dropout(model: nn.Module, rate: float) -> None:
-    """Raise DpfedError if the model's dropout layers do not follow `model.dropout` = `rate`.
+    """Raise DpfedError if the model's dropout layers do not follow the setting `model.dropout`.
 
-    Each layer must have this rate or 0. If the rate is not 0, at least one layer must have it.
+    Each layer must have this `rate` or 0. If the rate is not 0, at least one layer must have it.
     """
     found = {
         name: layer.p for name, layer in model.named_modules() if isinstance(layer, nn.Dropout)

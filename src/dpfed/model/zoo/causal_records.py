@@ -1,4 +1,7 @@
-"""Turn prompts with completions, and chats, into tokens and a mask of the tokens to predict."""
+"""Turn texts, prompts with completions, and chats into tokens and a mask of the tokens to predict.
+
+The tokens to predict are called targets: the loss covers only them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ import numpy as np
 from dpfed.errors import DpfedError, reason
 from dpfed.model.zoo.text_inputs import padded
 
-# A chat template with this tag marks the tokens of the assistant itself.
+# This tag in a chat template marks the text that the assistant writes.
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """All tokens of one record, before they are cut to the public length.
+    """All tokens of one record, before they are cut to `model.max_length` tokens.
 
     ids      token ids
     targets  for each token True if the loss covers it
@@ -30,7 +33,7 @@ class TokenRow:
     targets: list[bool]
 
     def kept_targets(self, length: int) -> int:
-        """Return how many targets the first `length` tokens have.
+        """Return how many of the first `length` tokens are targets, which the loss covers.
 
         The first token of a record follows no other token, so it is never predicted.
         """
@@ -39,9 +42,9 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TargetCounts:
-    """Counts of targets after the records of a table are cut to a public length.
+    """Numbers of targets (tokens that the loss covers) after all records of a table are cut.
 
-    The counts are exact, and the records may be private.
+    The numbers are exact, so they are private if the records are private.
 
     records    number of records
     targets    number of tokens that the loss covers, over all records
@@ -58,7 +61,7 @@ class TargetCounts:
 
 
 def count_targets(rows: Sequence[TokenRow], length: int) -> TargetCounts:
-    """Count the targets that remain if the records are cut to `length` tokens."""
+    """Count the targets (tokens that the loss covers) after records are cut to `length` tokens."""
     kept = [row.kept_targets(length) for row in rows]
     whole = [row.kept_targets(len(row.ids)) for row in rows]
     return TargetCounts(
@@ -71,7 +74,7 @@ def count_targets(rows: Sequence[TokenRow], length: int) -> TargetCounts:
 
 
 def rows_of(tokenizer: Any, inputs: Mapping[str, np.ndarray], part: str = "") -> list[TokenRow]:
-    """Return the tokens and targets of each record.
+    """Return the tokens of each record, with True for each token that the loss covers (target).
 
     inputs  `text`, `prompt` and `completion`, or `messages`
     part    name of the table for error messages, such as "test"
@@ -85,7 +88,9 @@ def rows_of(tokenizer: Any, inputs: Mapping[str, np.ndarray], part: str = "") ->
 
 
 def encoded_rows(rows: Sequence[TokenRow], length: int, fill: int) -> dict[str, np.ndarray]:
-    """Return token ids, attention masks and target masks, `[records, length]` each.
+    """Return token ids, attention masks and target masks of records, `[records, length]` each.
+
+    A target mask is 1 for the tokens that the loss covers. Records are cut or padded to `length`.
 
     fill  token id of the padding
     """
@@ -116,8 +121,8 @@ def completion_rows(
 ) -> list[TokenRow]:
     """Return for each record its prompt, its completion and the end token.
 
-    Completion and end token are targets. Prompt and completion are tokenised apart, as in
-    generation, where the prompt stands alone.
+    The loss covers the completion and the end token. Prompt and completion are tokenised
+    separately, because generation also tokenises a prompt without its completion.
     """
     starts = [
         _before_end(full, bare)
@@ -172,9 +177,11 @@ def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], place: str) -> l
 
 
 def chat_rows(tokenizer: Any, chats: Sequence[list[Message]], part: str = "") -> list[TokenRow]:
-    """Return the tokens of each chat, as its template renders it.
+    """Return the tokens of each chat; the tokenizer's chat template turns a chat into one text.
 
-    The tokens that the assistant wrote are targets.
+    The loss covers the tokens that the assistant wrote.
+
+    part  name of the table for error messages, such as "test"
     """
     marks = GENERATION.search(_template(tokenizer))
     row_of = _marked_row if marks else _row_of_prefixes
@@ -194,7 +201,10 @@ def _template(tokenizer: Any) -> str:
 
 
 def _marked_row(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
-    """Return the tokens of a chat whose template marks the assistant's tokens."""
+    """Return the tokens and targets of a chat whose template marks the assistant's tokens.
+
+    place  name of the record for error messages
+    """
     try:
         out = tokenizer.apply_chat_template(
             chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -208,10 +218,10 @@ def _marked_row(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
 
 
 def _row_of_prefixes(tokenizer: Any, chat: list[Message], place: str) -> TokenRow:
-    """Return the tokens of a chat whose template does not mark the assistant's tokens.
+    """Return the tokens and targets of a chat whose template does not mark the assistant's tokens.
 
     For each message of the assistant, the chat is rendered twice: up to this message, and with it.
-    The tokens that the message adds are targets. Raise DpfedError if one of the two renderings
+    The loss covers the tokens that the message adds. Raise DpfedError if one of the two renderings
     differs from the start of the whole chat.
     """
     try:
@@ -226,7 +236,7 @@ def _row_of_prefixes(tokenizer: Any, chat: list[Message], place: str) -> TokenRo
             before = _rendered(tokenizer, chat[:i], add_generation_prompt=True)
             after = _rendered(tokenizer, chat[: i + 1])
         except Exception:
-            # Templates are programs: they raise errors of many classes for a part of a chat.
+            # For a part of a chat, templates raise errors of many classes, so catch all of them.
             raise _unknown_targets(place) from None
         grows = len(before) < len(after)
         if not grows or whole[: len(before)] != before or whole[: len(after)] != after:

@@ -1,7 +1,7 @@
 """A small Vision Transformer for 8x8 grey images, whose weights come with the package.
 
-`experiments/pretrain_glyphs.py` pretrained it on glyphs that a program draws. These are public, so
-the pretraining has no privacy cost.
+`experiments/pretrain_glyphs.py` pretrained the weights on images of glyphs that a program draws.
+These images are public, so the pretraining has no privacy cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GlyphViT(ModelSection):
         return InputSpec("image", "pixel_values", (1, 8, 8), 10, white=16.0)
 
     def chosen(self) -> str:
-        """Return the folder or hub name of the weights."""
+        """Return the folder or hub name of the weights; by default the package's own weights."""
         return self.weights or str(WEIGHTS)
 
     def build(self, spec: InputSpec) -> Built:

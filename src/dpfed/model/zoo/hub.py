@@ -12,19 +12,20 @@ from typing import Any
 
 from dpfed.errors import DpfedError, reason
 
-# Timeout in seconds for the hub's first answer.
+# Timeout in seconds for the first answer of the Hugging Face hub.
 SECONDS = 5.0
 
 
 class HubSilentError(DpfedError):
-    """The hub gave no answer, so it is unknown if the hub has a file."""
+    """The Hugging Face hub gave no answer, so it is unknown if it has the wanted file."""
 
 
 def folder_of(weights: str, key: str = "model.weights") -> Path | None:
     """Return the folder with the path `weights`, or None if `weights` is a name on the hub.
 
-    Raise DpfedError if the text looks like a path but is no folder with a model. The message names
-    the configuration key `key`.
+    Raise DpfedError if the text looks like a path but is no folder with a model.
+
+    key  the configuration key that contains `weights`, for error messages
     """
     path = Path(weights).expanduser()
     if path.is_dir():
@@ -42,7 +43,7 @@ def folder_of(weights: str, key: str = "model.weights") -> Path | None:
 
 
 def source_of(weights: str, key: str = "model.weights") -> tuple[str, bool]:
-    """Return a folder or hub name, and True if transformers must use only local files."""
+    """Return the folder or hub name of `weights`, and True if transformers must not use the hub."""
     folder = folder_of(weights, key)
     if folder is not None:
         return str(folder), True
@@ -63,7 +64,7 @@ def _snapshot(name: str) -> Path | None:
     try:
         config = try_to_load_from_cache(name, "config.json")
     except ValueError:
-        # No model on the hub can have such a name.
+        # The name is not valid on the hub, so no such model can be in the cache.
         return None
     return Path(config).parent if isinstance(config, str) else None
 
@@ -99,7 +100,8 @@ def reach(name: str, key: str) -> None:
 def hub_file(name: str, file: str) -> Path | None:
     """Return the local path of a small file of a hub model, or None if the model has no such file.
 
-    A file that is not cached is downloaded. If the model is cached, its version is used.
+    A file that is not cached is downloaded. If other files of the model are cached, the file of the
+    same version is downloaded.
     Raise HubSilentError if the hub does not answer.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -171,9 +173,11 @@ def hub_metadata(name: str) -> dict[str, dict[str, str]]:
 
 
 def json_beside(weights: str, name: str) -> tuple[Path, Any] | None:
-    """Return the path and the content of the JSON file `name` of a folder or hub model.
+    """Return the path and the content of the JSON file `name` of the model `weights`.
 
     Return None if there is no such file or if the hub does not answer.
+
+    weights  folder or hub name of the model
     """
     folder = folder_of(weights)
     try:

@@ -20,10 +20,13 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def images(entry: ImageInput) -> Prepare:
-    """Return the function that turns raw images, grey or coloured, into the model's input."""
+    """Return the function that turns raw images, grey or coloured, into the model's input.
+
+    entry  size, channels and constants of the model's input
+    """
     name = entry.spec.name
     resized = None if entry.size is None else resizing(entry.size, entry.resize)
-    # Keep these tensors on the device, because a captured CUDA graph cannot copy them there.
+    # Keep mean and std on each device, because a captured CUDA graph cannot copy them there.
     constants: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def prepare(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -32,7 +35,7 @@ def images(entry: ImageInput) -> Prepare:
             x = resized(x)
         if entry.sharpen:
             x = x + entry.sharpen * (x - blurred(x))
-        # Near edges, sharpening and bicubic resizing give values outside the range of pixels.
+        # Sharpening and bicubic resizing can give values outside the range of pixels, so clamp.
         if entry.sharpen or entry.resize == "bicubic":
             x = x.clamp(0, entry.spec.white)
         if x.shape[1] != entry.channels:
@@ -48,14 +51,14 @@ def images(entry: ImageInput) -> Prepare:
 
 
 def resizing(size: int, mode: str) -> Callable[[Tensor], Tensor]:
-    """Return the function that resizes images `[M, C, H, W]` to `[M, C, size, size]`.
+    """Return the function that resizes M images `[M, C, H, W]` to `[M, C, size, size]`.
 
     mode  "bilinear" or "bicubic"; images that become smaller are antialiased
 
-    On a GPU the function uses two matrix products, which are faster for small images than torch's
-    kernel. On a CPU and in compiled code it uses torch's function.
+    On a GPU it multiplies by two matrices, which is faster for small images than F.interpolate. On
+    a CPU and in compiled code it calls F.interpolate.
     """
-    # Keep these tensors on the device, because a captured CUDA graph cannot copy them there.
+    # Keep the matrices on each device, because a captured CUDA graph cannot copy them there.
     matrices: dict[tuple[torch.device, int, bool], Tensor] = {}
 
     def resized(x: Tensor) -> Tensor:
@@ -79,6 +82,7 @@ def takes_products(x: Tensor) -> bool:
 def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
     """Return the matrix `[size, side]` that resizes a column of `side` pixels to `size` pixels.
 
+    mode     "bilinear" or "bicubic"
     smaller  True for antialiasing, which is needed if an image becomes smaller
     """
     each = torch.eye(side).view(1, 1, side, side)
@@ -87,9 +91,9 @@ def resize_matrix(side: int, size: int, mode: str, smaller: bool) -> Tensor:
 
 
 def by_products(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """Return the images, with columns resized by the matrix `down` and rows by `across`.
+    """Return the images `x`, with columns resized by the matrix `down` and rows by `across`.
 
-    Training turns TF32 off, so the products have full float32 precision.
+    Training turns TF32 off, so the matrix products have full float32 precision.
     """
     return down @ (x @ across.t())
 

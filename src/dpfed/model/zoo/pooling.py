@@ -1,4 +1,7 @@
-"""Pooling of a sentence encoder's tokens, as the file `modules.json` beside the weights says."""
+"""Pool a sentence encoder's token vectors into one vector, as `modules.json` of the weights says.
+
+A pooled classifier is an encoder with such a pooling and a linear layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dpfed.model.export_files import Companions
 from dpfed.model.zoo.hub import json_beside
 
 MODULES = "modules.json"
-# Name of the encoder module inside the pooled classifier.
+# Attribute with the encoder in `PooledForSequenceClassification`.
 BODY = "body"
 WAYS = ("mean", "cls")
 # Older versions of sentence-transformers write these flags into `1_Pooling/config.json`, instead of
@@ -79,7 +82,10 @@ def pooled_config(config: Any, pooling: Pooling) -> Any:
 
 
 def with_model_code(model: nn.Module, companions: Companions) -> Companions:
-    """Return the companions of an export; if `model` is a class of dpfed, add its code."""
+    """Return the companions of an export, with the model's code if dpfed defines its class.
+
+    companions  files and settings that the export writes beside the weights
+    """
     from dpfed.model.shipped import modeling_layers, modeling_pooled
 
     if isinstance(model, modeling_pooled.PooledForSequenceClassification):
@@ -93,9 +99,13 @@ def with_model_code(model: nn.Module, companions: Companions) -> Companions:
 
 
 def _with_code(file: str, model: Any, task: str, companions: Companions) -> Companions:
-    """Return the companions with the file that defines the class of `model`, for a task."""
+    """Return the companions of an export, with the Python file that defines the class of `model`.
+
+    file  path of this Python file
+    task  end of the name of transformers' auto class, such as "ImageClassification"
+    """
     path = Path(file)
-    # The class may be replaced by a faster one of another name, so search for the original.
+    # Training may replace a class by a faster subclass, so find the class that the file defines.
     original = next(cls for cls in type(model).__mro__ if cls.__module__.endswith(path.stem))
     name = f"{path.stem}.{original.__name__}"
     classes = {
@@ -116,9 +126,9 @@ def _with_code(file: str, model: Any, task: str, companions: Companions) -> Comp
 
 
 def adapter_is_pooled(folder: Path) -> bool:
-    """Return True if the adapter in `folder` was trained on a pooled classifier.
+    """Return True if the adapter in `folder` was trained on a classifier of pooled token vectors.
 
-    The names of its tensors show this. Adapters of old versions of dpfed give False.
+    The names of the adapter's tensors show this. Adapters of old versions of dpfed give False.
     """
     try:
         with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
@@ -130,7 +140,7 @@ def adapter_is_pooled(folder: Path) -> bool:
 
 
 def _kinds(weights: str, modules: Any) -> dict[str, str]:
-    """Return the folder of each module in `modules.json`, by the class name in its type."""
+    """Return {class name: folder} of the modules that `modules.json` lists."""
     try:
         return {str(m["type"]).rpartition(".")[2]: str(m["path"]) for m in modules}
     except (KeyError, TypeError):

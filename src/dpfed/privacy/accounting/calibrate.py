@@ -66,7 +66,7 @@ def estimate_sigma(
 def _epsilons_of(
     plan: Rounds, target_epsilon: float, delta: float, view: View
 ) -> tuple[Callable[[float], float], Callable[[float], float]]:
-    """Return two functions of a noise multiplier: its exact epsilon, and a quick estimate of it."""
+    """Return two functions of the noise multiplier: the exact epsilon, and a quick estimate."""
     check_delta(delta)
     _check_target(target_epsilon)
     if view not in VIEWS:
@@ -131,8 +131,8 @@ def smallest_sigma(
         return computed[sigma]
 
     guess = _crossing(coarse, target, (1.0, 2.0), _COARSE_TOLERANCE)
-    # With a good guess, the search ends after two exact epsilons: the sigma just above the guess
-    # has an epsilon within the target, and the sigma just below has not.
+    # The search starts near the guess. If the guess is good, two exact epsilons are enough: one
+    # sigma just above the guess, within the target, and one just below, outside it.
     start = (guess * (1 + _SAFE), 1 + 0.9 * RELATIVE_TOLERANCE)
     _crossing(recorded, target, start, RELATIVE_TOLERANCE)
     # The search may end at a sigma whose epsilon is above the target. Choose instead among all

@@ -25,9 +25,9 @@ def fewest_eligible(
 
     limits  the number of rounds that each client's budget allows; None without budgets
 
-    In the first t-1 rounds, cohorts of S clients had S(t-1) members in total. The number of spent
-    budgets is largest if these members were the clients with the smallest limits. A limit of L
-    rounds cannot be spent in fewer than L rounds.
+    In the first t-1 rounds, cohorts of S clients had S(t-1) members in total. Most budgets are
+    spent if these members were the clients with the smallest limits. A client spends a limit of L
+    rounds in L rounds at least, because it is in a cohort once at most.
     """
     if limits is None:
         return [(clients, rounds)]

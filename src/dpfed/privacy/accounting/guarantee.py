@@ -48,8 +48,8 @@ CAPPED = "the number of a client's rounds is capped and public, so it equals the
 UNCOUNTED = (
     "epsilon holds only if what training started from was not trained on these clients' records"
 )
-# If a plan has more distinct mechanisms than this, epsilon is computed for one mechanism in their
-# place, to save time. Its privacy loss is at least as large as the loss of each.
+# Largest number of distinct mechanisms of a plan for which each epsilon is computed. With more, one
+# mechanism replaces all, to save time. Its privacy loss is at least as large as that of each.
 MAX_EXACT_KINDS = 8
 
 
@@ -128,15 +128,17 @@ NO_PRIOR_SPENDING = PriorSpending()
 class Planned:
     """All numbers of a plan that decide its epsilons: mechanisms, rounds and participation.
 
-    kinds             the distinct mechanisms of the clients
-    local_steps       local steps of a client in each round
-    participation     fraction of the clients that take part in each round
-    chances           probability of being drawn in each round, for the third party's epsilon
-    delta             delta of the guarantee
-    unit              name of the protected unit
-    prior, uncounted  privacy that was spent before the run, as in `PriorSpending`
-    largest           protected units of the largest client; None if unknown
-    cap               largest number of rounds of a client; None for every round
+    kinds          the distinct mechanisms of the clients
+    local_steps    local steps of a client in each round
+    participation  fraction of the clients that take part in each round
+    chances        pairs (probability that a client is drawn in a round, number of such rounds), for
+                   the epsilon against an observer who sees only the global models
+    delta          delta of the guarantee
+    unit           name of the protected unit
+    prior          mechanisms of earlier training that produced the starting weights
+    uncounted      True if the starting weights may depend on these records at an unknown epsilon
+    largest        number of protected units of the largest client; None if unknown
+    cap            largest number of rounds in which one client takes part; None for no limit
     """
 
     kinds: tuple[Mechanism, ...]
@@ -178,7 +180,11 @@ class Planned:
 
     @property
     def third_party_void(self) -> str | None:
-        """Reason why the third party's epsilon is not below the server's; None if it can be."""
+        """Reason why hiding who takes part does not lower epsilon; None if it does.
+
+        The third party is an observer who sees only the global models. With a reason, its epsilon
+        equals the epsilon against the server.
+        """
         return None if self.cap is None else CAPPED
 
     @cached_property
@@ -196,7 +202,7 @@ class Planned:
 
     @property
     def bound(self) -> list[tuple[Mechanism, int]]:
-        """A history (mechanisms and steps) whose epsilon bounds every client's, at every delta.
+        """A history (mechanisms and steps) with at least each client's epsilon, at every delta.
 
         `worst_kind` is not enough. It has the largest epsilon at the plan's delta, but a different
         mechanism may have the largest epsilon at another delta.
@@ -230,12 +236,12 @@ class Planned:
 
     @cached_property
     def server_worst(self) -> float:
-        """Epsilon against the server, for a client with the most rounds."""
+        """Largest epsilon of a client against the server, at the end of the run."""
         return self.server(self.most_rounds)
 
     @cached_property
     def server_expected(self) -> float:
-        """Epsilon against the server, for a client with the expected number of rounds."""
+        """Epsilon against the server for a client with the expected number of rounds."""
         return self.server(expected_rounds(self.rounds, self.participation))
 
     def server(self, rounds: int) -> float:
@@ -252,7 +258,8 @@ class Planned:
     def server_after(self, rounds: int) -> float:
         """Return the largest epsilon of a client against the server after `rounds` rounds of a run.
 
-        The client took part in as many of these rounds as the cap on its rounds allows.
+        The client took part in all these rounds, or in as many as the limit on its rounds (cap)
+        allows.
         """
         return self.server(self.rounds_of_client(rounds))
 
@@ -303,7 +310,7 @@ class Planned:
         return figures
 
     def curve(self, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-        """Return for each given epsilon a pair (epsilon, delta) that holds for every client."""
+        """Return pairs (epsilon, delta), one for each given epsilon, that hold for every client."""
         return [(e, max(delta_at(history, e) for history in self.histories)) for e in epsilons]
 
     def tuned(self, runs: int) -> float:
@@ -322,7 +329,7 @@ def assumptions(
     """Return the text that states what an epsilon means.
 
     It names delta, the neighbouring relation, the protected unit, sampling, noise, accountant and
-    the cap on a client's rounds.
+    the limit on a client's rounds.
     """
     first = kinds[0]
     accountant = "PLD" if first.sampling == "poisson" else "RDP"
@@ -349,7 +356,7 @@ def assumptions(
 
 
 def _span(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Return "least to greatest" of the values as text, or one value if both texts are equal."""
+    """Return the range of the values as text, "least to greatest"; one value if all look equal."""
     least = show(min(values))
     most = show(max(values))
     return least if least == most else f"{least} to {most}"

@@ -24,9 +24,10 @@ from dpfed.privacy.mechanism import Mechanism
 
 Relation = Literal["add/remove one", "replace one"]
 
-# The rarest noise of one step, with total probability e^_LOG_TAIL, counts as an infinite loss.
+# Natural logarithm of a probability. Noise in the tail with this total probability is not put on
+# the grid: it counts as an infinite privacy loss.
 _LOG_TAIL = -50.0
-# Above this epsilon the grid width grows with epsilon, so that the memory needed stays bounded.
+# For larger epsilons the grid is made coarser, in proportion to epsilon. This bounds the memory.
 _COARSEST_EPSILON = 200.0
 
 
@@ -125,7 +126,7 @@ def _residual(losses: Floats, rate: float, multiplier: float) -> Floats:
         inner = np.expm1(losses) / rate
     residual = np.zeros_like(losses)
     above = inner > -1
-    # This is log1p(inner), written so that it does not overflow at losses of several hundred.
+    # Compute log1p(inner) in a form that does not overflow for losses of several hundred.
     unsampled_losses = np.where(
         losses[above] > 500,
         losses[above] - math.log(rate),
@@ -155,7 +156,7 @@ def _connect_dots(residual: Floats, lower: int, interval: float) -> Any:
 
 
 def _loss_range(rate: float, multiplier: float, log_tail: float) -> tuple[float, float]:
-    """Return the smallest and the largest privacy loss of one step.
+    """Return the smallest and the largest privacy loss of one step, the range of its grid.
 
     The rarest noise, with probability e^log_tail, is ignored.
     """
@@ -197,7 +198,7 @@ def _one_step_replace(rate: float, multiplier: float, interval: float) -> Any:
     )
 
 
-# The cache is small, because each entry takes about 50 MB if epsilon is large.
+# The cache holds only two distributions, because one takes about 50 MB if epsilon is large.
 @lru_cache(maxsize=2)
 def compose(
     terms: tuple[Term, ...],
@@ -274,5 +275,5 @@ def rounding(steps: int) -> float:
 
 
 def steps_of(terms: tuple[Term, ...]) -> int:
-    """Return the number of steps of all terms together."""
+    """Return the number of steps in all terms (groups of equal rounds) together."""
     return sum(term.steps * term.rounds for term in terms)

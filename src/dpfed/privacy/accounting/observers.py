@@ -62,11 +62,12 @@ class Rounds:
 
 
 def participation_probability(cohort: int, clients: int, colluding: int = 0) -> float:
-    """Return the probability that a client takes part in a round, as the third party knows it.
+    """Return the probability that a client takes part in a round, given what a third party knows.
 
-    It is S/(N-c) for a cohort of S clients, N clients in all and c colluding clients. They tell the
-    third party in which rounds none of them was drawn. In such a round, the S clients were drawn
-    from only N-c clients.
+    The third party sees only the global models. The probability is S/(N-c) for a cohort of S
+    clients, N clients in all and c colluding clients. The colluding clients tell the third party in
+    which rounds none of them was drawn. In such a round, the S clients were drawn from only N-c
+    clients.
     """
     if not 1 <= cohort <= clients:
         raise DpfedError(f"a cohort of {cohort} cannot be drawn from {clients} clients.")
@@ -101,8 +102,8 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
         for part in history
         if part.probability > 0 and part.rounds > 0 and part.local_steps > 0
     ]
-    # The Renyi epsilon against the server is an upper bound for the check below. `rdp_epsilon` also
-    # refuses histories that mix the two kinds of sampling.
+    # Compute the Renyi epsilon against the server as an upper bound, to check the result below.
+    # `rdp_epsilon` also refuses histories that mix both kinds of sampling.
     bound = rdp_epsilon([(part.step, part.local_steps * part.rounds) for part in possible], delta)
     if possible and possible[0].step.sampling == "fixed_wor":
         curves = [
@@ -118,11 +119,12 @@ def third_party_epsilon(history: Sequence[Rounds], delta: float) -> float:
 
 
 def as_seen(view: View, plan: Rounds) -> Rounds:
-    """Return the plan with the participation that counts for this view (an observer).
+    """Return the plan with the participation that an observer (`view`) has to be assumed to know.
 
     server_worst     the client takes part in every round
     server_expected  the client takes part in the expected number of rounds
-    third_party      the plan itself: the third party does not know who takes part
+    third_party      the plan itself: this observer, who sees only the global models, does not know
+                     who takes part
     """
     if view == "server_worst":
         return replace(plan, probability=1.0)
@@ -135,8 +137,9 @@ def as_seen(view: View, plan: Rounds) -> Rounds:
 def capped(view: View, plan: Rounds, cap: int | None) -> Rounds:
     """Return the plan for this view (an observer) if a client takes part in at most `cap` rounds.
 
-    With a cap, it is nearly public how many rounds each client takes part in. The third party then
-    has the same epsilon as the server. Without a cap, return the plan unchanged.
+    With such a cap, it is nearly public in how many rounds each client takes part. The epsilon
+    against an observer of the global models (third party) then equals the epsilon against the
+    server. Without a cap, return the plan unchanged.
     """
     if cap is None or view == "server_expected":
         return plan

@@ -59,8 +59,8 @@ class PlanNumbers:
         """Check the numbers, compute the noise multiplier if none is given, and return the plan."""
         self._refuse_impossible()
         participation = self.participation
-        # A third party who learns that colluding clients were not drawn assigns a higher
-        # probability to each of the others.
+        # Colluding clients tell a third party (an observer of the global models) when they were not
+        # drawn. The other clients then have a higher probability to be drawn.
         third_party_probability = participation
         if self.clients is not None:
             cohort = max(1, round(participation * self.clients))
@@ -89,7 +89,7 @@ class PlanNumbers:
         )
 
     def _cap(self, participation: float) -> int | None:
-        """Return the largest number of rounds of a client, None without a cap.
+        """Return the cap: the largest number of rounds of one client in the run; None for no limit.
 
         Raise DpfedError if this number is too small for the given participation.
         """

@@ -34,9 +34,10 @@ from dpfed.privacy.accounting.rdp import (
     rdp_of_step,
 )
 
-# A PLD epsilon may exceed the RDP epsilon by this relative amount: PLD rounds losses up to a grid.
+# A PLD epsilon may exceed the RDP epsilon by this relative amount, because PLD rounds privacy
+# losses up to grid points.
 _RDP_SLACK = 1e-6
-# The largest epsilon of a privacy profile; e^epsilon overflows above 709.
+# Largest epsilon in a privacy profile. Above 709, e^epsilon overflows in float64.
 _LARGEST_NODE = 700.0
 
 
@@ -60,21 +61,21 @@ def epsilon_of_terms(
         return 0.0
     if any(term.multiplier == 0 for term in terms):
         return math.inf
-    # Begin with a grid width (interval) of at least 1e-4. The RDP estimate is inaccurate for a
-    # small epsilon, so the grid width that follows from it may be needlessly fine.
+    # Begin with a grid width (`interval`) of at least 1e-4, and refine it if needed. For a small
+    # epsilon the RDP estimate is inaccurate, and the grid that it asks for may be needlessly fine.
     interval = max(1e-4, interval_for(rough_epsilon(terms, delta)))
     while True:
         distribution = compose(terms, interval, relation)
         value = float(distribution.get_epsilon_for_delta(delta - rounding(steps_of(terms))))
         wanted = interval_for(value, terms)
-        # Stop too if epsilon is 0 or infinite: a finer grid would not change it.
+        # Also stop if epsilon is 0 or infinite, because a finer grid would not change it.
         if value == 0 or not math.isfinite(value) or interval <= wanted:
             return value
         interval = wanted
 
 
 def rough_epsilon(terms: tuple[Term, ...], delta: float) -> float:
-    """Return an RDP estimate of epsilon, from which the first grid of privacy losses is chosen."""
+    """Return an estimate of epsilon by Renyi DP, from which the first grid of losses is chosen."""
     curves = (t.steps * t.rounds * rdp_of_step("poisson", t.rate, t.multiplier) for t in terms)
     return min(rdp_curve_epsilon(sum(curves, np.zeros(len(ORDERS))), delta), 1e12)
 
@@ -206,7 +207,8 @@ def _distribution_for_deltas(terms: tuple[Term, ...]) -> Any:
     while True:
         distribution = compose(terms, interval)
         wanted = interval_for(4 * float(distribution.get_delta_for_epsilon(0.0)), terms)
-        # Accept a grid width over 1e-4: epsilon is then over 200, and delta(0) is 1 on any grid.
+        # Accept any grid that is wider than 1e-4. Epsilon is then over 200, and delta(0) is 1 on
+        # any grid.
         if interval <= wanted or interval > 1e-4:
             return distribution
         interval = wanted

@@ -25,7 +25,8 @@ from dpfed.privacy.mechanism import Mechanism
 
 Ints = npt.NDArray[np.int64]
 
-# The upper bound on a client's epsilon may exceed this epsilon by at most this relative amount.
+# The upper bound on a client's epsilon may be larger than this epsilon by at most this relative
+# amount.
 TOLERANCE = 0.03
 # Smallest width of a cell of the grid. At this width, neighbouring grid points differ by more than
 # TOLERANCE only if their epsilons are almost 0.
@@ -88,8 +89,8 @@ class Population:
         """
         front: list[int] = []
         while len(clients):
-            # The client with the most rounds is on the front. Among several, take the one with the
-            # least noise, and then the one with the highest rate.
+            # Of the remaining clients, one with the most rounds is on the front: of several, the
+            # one with the least noise, and then the one with the highest rate.
             columns = (-self.rates[clients], self.multipliers[clients], -self.rounds[clients])
             first = int(clients[np.lexsort(columns)[0]])
             front.append(first)
@@ -136,8 +137,8 @@ def population_epsilon(population: Population, delta: float) -> Floats:
     while len(pending):
         pending = grid.settle(pending, width, bounds)
         width /= 2
-    # Compute exact epsilons, beginning with the largest bound, until one of them is at least as
-    # large as all remaining bounds. The largest result is then exact.
+    # Compute exact epsilons of clients in the order of their bounds, largest first. Stop when one
+    # of the exact epsilons is at least as large as all remaining bounds: it is the largest.
     largest = -math.inf
     for client in sorted(population.front(clients), key=lambda i: -bounds[i]):
         if bounds[client] <= largest:
@@ -239,8 +240,8 @@ class _Grid:
         width   side of a cell
         bounds  bounds of all clients, which this changes in place
         """
-        # Round the rate level and the noise level down, to a higher rate and less noise. Adding
-        # 1e-12 keeps a level that lies on the grid from being rounded to the point below.
+        # Round both levels down, to a higher rate and less noise. The added 1e-12 prevents that a
+        # level on the grid is rounded to the grid point below.
         rate_cell = np.floor(self.rate_levels[clients] / width + 1e-12)
         noise_cell = np.floor(self.noise_levels[clients] / width + 1e-12)
         span = _rounds_span(self.rounds[clients], width)
@@ -249,8 +250,8 @@ class _Grid:
         member = member.reshape(-1)
         worst = np.zeros(cells.shape[1])
         settled = np.zeros(cells.shape[1], dtype=bool)
-        # If all clients have the same rate, the best corner of a cell has this rate too. The same
-        # holds for the noise.
+        # If all clients have the same rate, there is no other rate at the best corner of a cell,
+        # and the step is 0. The same holds for the noise.
         rate_step = int(np.any(self.rate_levels[clients] != 0))
         noise_step = int(np.any(self.noise_levels[clients] != 0))
         for index, (rate_index, noise_index, fewest, most) in enumerate(cells.T):

@@ -21,14 +21,14 @@ from dp_accounting.rdp import rdp_privacy_accountant as dpa_rdp_curve
 from dpfed.privacy.accounting.history import Floats, History, check_delta, released
 
 ORDERS = np.asarray(dpa_rdp_curve.DEFAULT_RDP_ORDERS, dtype=np.float64)
-# `rdp_of_step` adds a multiple of this to each divergence, so that rounding errors never make
+# Relative amount that `rdp_of_step` adds to each divergence. Rounding errors then never make
 # epsilon too small.
 _RDP_ROUNDING = 2e-16
 
 
 @contextlib.contextmanager
 def _orders_may_fail() -> Iterator[None]:
-    """Silence the log message of dp_accounting about Renyi orders that did not converge.
+    """Hide the log message of dp_accounting about Renyi orders that did not converge.
 
     dp_accounting leaves out such orders. This can only raise epsilon, so the result stays valid.
     """
@@ -61,7 +61,8 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
         event = dpa.PoissonSampledDpEvent(rate, gaussian)
     else:
         relation = dpa.NeighboringRelation.REPLACE_ONE
-        # dp_accounting takes the rate as a ratio of integers. Round it up to a multiple of 1e-12.
+        # dp_accounting takes the sampling rate as a ratio of integers. Round the rate up to a
+        # multiple of 1e-12.
         drawn = min(10**12, math.ceil(rate * 10**12))
         event = dpa.SampledWithoutReplacementDpEvent(10**12, drawn, gaussian)
     accountant = dpa_rdp.RdpAccountant(orders=ORDERS, neighboring_relation=relation)
@@ -72,7 +73,7 @@ def rdp_of_step(sampling: str, rate: float, multiplier: float) -> Floats:
 
 
 def rdp_curve(history: History) -> Floats:
-    """Return the Renyi divergence of a whole history (mechanisms and steps) at each of ORDERS."""
+    """Return the Renyi divergence of a history (mechanisms and steps) at each of ORDERS."""
     curves = (
         steps
         * mechanism.batches
@@ -97,12 +98,12 @@ def mixed_rdp_curve(curve: Floats, probability: float, rounds: int) -> Floats:
 
 
 def rdp_curve_epsilon(curve: Floats, delta: float) -> float:
-    """Return epsilon for Renyi divergences at ORDERS; infinite if all of them are infinite."""
+    """Return the epsilon that follows from Renyi divergences at ORDERS; infinite if all are."""
     return float(dpa_rdp_curve.compute_epsilon(ORDERS, curve, delta)[0])
 
 
 def rdp_curve_delta(curve: Floats, epsilon: float) -> float:
-    """Return delta(epsilon) for Renyi divergences at ORDERS."""
+    """Return the delta(epsilon) that follows from Renyi divergences at the orders in ORDERS."""
     return float(dpa_rdp_curve.compute_delta(ORDERS, curve, epsilon)[0])
 
 

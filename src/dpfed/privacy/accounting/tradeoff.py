@@ -81,7 +81,8 @@ def gaussian_mu(profile: Profile) -> float | None:
     count = int((profile.deltas >= CUTOFF).sum())
     if count == 0:
         return 0.0
-    # Keep one node below the cutoff, so that the last interval contains the epsilon of the cutoff.
+    # Keep one node whose delta is below the cutoff. The last interval then contains the epsilon at
+    # which delta equals the cutoff.
     epsilons, deltas = profile.epsilons[: count + 1], profile.deltas[: count + 1]
     if deltas[-1] > 2 * CUTOFF:
         return math.inf
@@ -170,7 +171,7 @@ def undominated(histories: Sequence[History]) -> list[tuple[tuple[Mechanism, int
 
 
 def _dominates(history: History, other: History) -> bool:
-    """Return True if `history` loses at least as much privacy as `other` at every epsilon.
+    """Return True if `history` costs at least as much privacy as `other` at every epsilon.
 
     This holds if each entry of `history` has the same steps as the entry of `other`, at least the
     same rate and at most the same noise. Return False if the sampling is not Poisson.

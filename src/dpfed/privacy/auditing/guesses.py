@@ -23,17 +23,17 @@ from dpfed.privacy.accounting.pld import privacy_profile
 from dpfed.privacy.accounting.tradeoff import undominated
 from dpfed.privacy.mechanism import Mechanism
 
-# The auditor guesses for these fractions of all canaries if they are in the data, in one test each.
-# The fractions are constants, because a choice based on scores would make the bound invalid.
+# The auditor makes one test for each of these fractions, and guesses for this fraction of all
+# canaries if they are in the data. A choice by scores would make the bound invalid.
 GUESSED_SHARES = (1 / 32, 1 / 8, 1 / 2)
-# Largest epsilon that `epsilon_bound` tries. No audit has enough canaries to prove a larger bound.
+# Largest epsilon that `epsilon_bound` tries. An audit would need too many canaries to prove more.
 MAX_EPSILON = 64.0
 # A trade-off curve has this many evenly spaced epsilons, and equally many that are logarithmically
 # spaced. The largest epsilon is the one whose delta is about _CUTOFF.
 _NODES = 100
 _CUTOFF = 1e-7
-# `ladder_bound` tests a series of ratios of signal to noise, called rungs. These are the numbers of
-# rungs below the claimed ratio, above it, and in each doubling of the ratio.
+# A trade-off curve is computed at this many evenly spaced epsilons, and at as many logarithmically
+# spaced ones. At the largest epsilon, delta is about _CUTOFF.
 _RUNGS_BELOW = 80
 _RUNGS_ABOVE = 16
 _RUNGS_PER_DOUBLING = 16
@@ -127,7 +127,7 @@ def counted_guesses(scores: Floats, coins: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _is_refuted(scores: Floats, coins: np.ndarray, least: Least, error: float) -> bool:
-    """Return True if guesses by these scores are right more often than the curve `least` allows.
+    """Return True if guesses by these scores are right more often than the trade-off curve allows.
 
     Each fraction in GUESSED_SHARES gives one test, and each test gets an equal part of `error`, the
     probability of a wrong result.

@@ -80,8 +80,9 @@ def batch_law(mechanism: Mechanism, included: np.ndarray) -> Law:
         tests = {"batch size": float(np.all(sizes == b))}
         variance = steps * q * (1 - q) * units / max(1, units - 1)
         freedom = clients * (units - 1)
-        # The number of units in both of two batches is hypergeometric. The binomial distribution
-        # with the same mean has a larger variance, so using it gives no additional false alarms.
+        # The number of units in both of two batches is hypergeometric. The test uses the binomial
+        # distribution of equal mean: its variance is larger, so it gives no additional false
+        # alarms.
         pairs = b
         overlap = q
     tests["how often each record is drawn"] = _spread(

@@ -24,17 +24,18 @@ MAX_RATIO = 8.0
 
 @dataclass(frozen=True)
 class Shifts:
-    """Shifts of the released sums by all canaries together, in units of the clip norm C.
+    """The measured shifts of released sums by all canaries together, in units of the clip norm C.
 
-    total           sum of all measured shifts; a canary that is not in the data counts only with
-                    replace-one adjacency, where the canary with the opposite gradient replaces it
+    A canary's shift is the change of a released gradient sum along the canary's gradient.
+
+    total           sum of the measured shifts; a canary that is not in the data counts only with
+                    replace-one adjacency, where a canary with the opposite gradient replaces it
     noise_variance  variance of the noise in `total`, if the noise is as the accountant assumes
-    chances         number of draws that decide if a counted canary is in a batch: one for each
-                    canary and step
-    rate            mean probability of being in the batch, over all these draws
+    chances         number of random draws for a batch: one for each counted canary and step
+    rate            mean probability that such a draw puts the canary into the batch
     noise_values    number of measured values that contain noise only
-    noise_squares   sum of the squares of these values, which are scaled so that the accountant
-                    assumes variance 1
+    noise_squares   sum of the squares of these values, after each is divided by the standard
+                    deviation that the accountant assumes for it
     """
 
     total: float

@@ -1,11 +1,15 @@
-"""Clipped sums of units with exact isolation, in passes of a fixed number of places.
+"""Sum clipped gradients of units with exact isolation, in passes of a fixed number of places.
+
+A unit is one record, or all records of one person. With exact isolation, no unit changes another
+unit's gradient, not even by rounding. A pass is one forward and backward computation of several
+records, and a place is the position of one record in it.
 
 A pass is computed in its full shape until each gradient is clipped. Only then are empty places
 left out, because an operation on fewer rows could round the remaining rows differently. Sums are
-integers (grid) or float64, so the order of the additions does not matter (privacy/clipping.py).
+integers (multiples of a grid step) or float64, so the order of the additions does not matter.
 
-Memory follows from the shape of a pass alone. If it also followed from the batch, one more unit
-could exhaust it, and the smaller passes after that would round all other gradients differently.
+The needed memory depends only on the shape of a pass. If it depended on the batch too, one more
+unit could exhaust it. Smaller passes would follow and round all other gradients differently.
 """
 
 from __future__ import annotations
@@ -22,26 +26,29 @@ from dpfed.privacy.isolation.turns import Turn, turns_of
 from dpfed.privacy.record_batch import RecordGradients
 from dpfed.privacy.sampling import DrawnBatch
 
-# Function that gets the client of each record of a pass `[M]` and the gradients `[M, n]`.
+# Function that gets the clients `[M]` of the M records of a pass, and their gradients `[M, n]` for
+# each trainable tensor of n numbers.
 Watch = Callable[[np.ndarray, Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True)
 class ExactSum:
-    """Computes sums of clipped gradients `[S, P]` and counts `[S, 1]`, as `clip_and_sum`.
+    """Computes sums of clipped gradients with exact isolation, `[S, P]`, and counts `[S, 1]`.
+
+    S is the number of clients and P the number of trainable parameters. A count adds +1/2 for each
+    unit with a gradient norm of at most C, else -1/2 (see `clip_and_sum`).
 
     gradients   computes the gradients of the records of a pass
     places      number m of places of a pass; 1 computes one record at a time
-    kinds       number of kinds of places, a divisor of m (privacy/isolation/turns.py)
     clip        clip norm C
     rule        the clipping rule
-    grid_steps  `[S]` grid step h of each client; None for sums in float64
-    several     True if a unit can have several records, whatever batch is drawn
+    grid_steps  `[S]` grid step of each client, of which sums are integer multiples; None for sums
+                in float64
+    several     True if units of this run can have several records
     """
 
     gradients: RecordGradients
     places: int
-    kinds: int
     clip: float
     rule: Clipping
     grid_steps: Tensor | None
@@ -50,7 +57,9 @@ class ExactSum:
     def sums(
         self, theta: Tensor, batch: DrawnBatch, watch: Watch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the sums and counts of a batch. They have no noise yet.
+        """Return the sums of clipped gradients `[S, P]` and the counts `[S, 1]` of a batch.
+
+        They have no noise yet, so only the oracle may use them.
 
         theta  `[S, P]` parameter vectors of the clients
         watch  called with the records' gradients of each pass; None to watch nothing
@@ -63,8 +72,7 @@ class ExactSum:
         several = self.several or len(batch.unit) > len(batch.owner)
         buffer = theta.new_zeros(self.places if several else 0, theta.shape[1], dtype=torch.float64)
         means = UnitMeans(buffer, sizes[batch.unit])
-        kinds = self.places if several else self.kinds
-        for turn in turns_of(batch, self.places, kinds):
+        for turn in turns_of(batch, self.places):
             own = {name: column[turn.record] for name, column in columns.items()}
             summed, counted = self._pass(theta, own, turn, means, watch)
             total += summed
@@ -80,9 +88,9 @@ class ExactSum:
         means: UnitMeans,
         watch: Watch | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return sums and counts of one pass. None of its gradients stays in memory.
+        """Return sums and counts of one pass. Its gradients are freed when the method returns.
 
-        own  the columns of the records of the pass
+        own  index, client and random keys of the record at each place, by column name
         """
         grads = self.gradients.of_columns(theta, own)
         if watch is not None:
@@ -93,18 +101,21 @@ class ExactSum:
     def _units(
         self, client: np.ndarray, turn: Turn, clients: int, device: torch.device
     ) -> UnitRows:
-        """Return the rows of a pass: a place counts if its unit is complete in this pass."""
+        """Return the client of each place, and if the place counts.
+
+        A place counts if it holds the last record of its unit, so that the unit is complete.
+        """
         complete = torch.from_numpy(turn.used & turn.last)
         return UnitRows(torch.from_numpy(client).to(device), complete.to(device), clients)
 
 
 class UnitMeans:
-    """Adds the gradients of each unit in float64, pass after pass, at the place of the unit.
+    """Computes each unit's mean gradient by adding its gradients in float64, pass after pass.
 
-    The needed memory does not grow with the number of records of a unit, so a large unit cannot
-    make a round fail.
+    All records of a unit (one record, or all records of one person) are at the same place. The
+    needed memory does not grow with a unit's records, so a large unit cannot make a round fail.
 
-    sums   float64 zeros `[m, P]`; `[0, P]` if each unit has one record
+    sums   float64 zeros `[m, P]`, one row for each place; `[0, P]` if each unit has one record
     sizes  for each record of the batch, the number of records of its unit
     """
 
@@ -113,9 +124,11 @@ class UnitMeans:
         self._sizes = sizes
 
     def add(self, grads: Sequence[Tensor], turn: Turn) -> list[Tensor]:
-        """Add the gradients `[m, n]` of a pass; return the mean gradients in float64.
+        """Add the gradients of a pass at its m places; return the mean gradients in float64.
 
-        The mean at a place is right if the last record of the place's unit is in this pass.
+        The mean at a place is complete if the place holds the last record of its unit.
+
+        grads  `[m, n]` for each trainable tensor of n numbers
         """
         if not len(self._sums):
             return [grad.double() for grad in grads]
@@ -124,6 +137,6 @@ class UnitMeans:
         sizes = torch.from_numpy(self._sizes[turn.record]).to(device).unsqueeze(1)
         sums = torch.split(self._sums, [grad.shape[1] for grad in grads], 1)
         for summed, grad in zip(sums, grads, strict=True):
-            # Choose by `where`: a product with zero would keep NaN of the place's last unit.
+            # Use `where`: multiplying by zero would keep a NaN of the unit that was here before.
             summed.copy_(torch.where(begins, grad.double(), summed + grad))
         return [summed / sizes for summed in sums]

@@ -1,19 +1,21 @@
-"""Divide a batch into passes in which every record has a place of the kind that its unit drew.
+"""Divide a batch into passes in which every record has the place that its unit drew.
 
-A pass of exact isolation has m places, and m does not depend on the batch. At a given place, a
-record's gradient depends only on the record, its keys, its theta and the place. It is bitwise
-independent of the other places. Place p is of kind p modulo k, and places of one kind give a record
-bitwise the same gradient (`model/per_sample/places.py` tests both for each model).
+A pass is one forward and backward computation of several records. A place is the position of one
+record in a pass. A unit is one record, or all records of one person. With exact isolation, deleting
+a unit leaves the gradients of all other units bitwise equal.
 
-Every unit draws its place uniformly and independently of all other units, and keeps the place's
-kind. Deleting a unit therefore changes nobody's kind, so all other gradients stay bitwise equal.
-Units of one kind fill the places of this kind, in successive passes. All passes compute the same
-function, so the number of the pass does not matter. No unit is left out, however many units are
-drawn, and no probability has to be added to delta.
+A pass has m places, and m does not depend on the batch. At a given place, a record's gradient
+depends only on the record, its random keys, its client's parameters and the place. It is bitwise
+independent of the other places (`model/per_sample/places.py` tests this for each model).
 
-The records of a unit stay at the unit's place, in their own order, if units can have several. Each
-place is then a kind of its own. The gradients of a unit are always added in the same order, and
-rounding of the unit's mean depends on no other unit.
+Every unit draws a place uniformly and independently of all other units. Deleting a unit therefore
+changes no other unit's place. Units that draw the same place use it in successive passes. All
+passes compute the same function, so the number of the pass does not matter. No unit is left out,
+however many units are drawn. Exact isolation therefore adds nothing to the delta of differential
+privacy.
+
+All records of a unit use the unit's place, in their own order. Their gradients are always added in
+this order, so the rounding of the unit's mean depends on no other unit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from dpfed.privacy.sampling import DrawnBatch
 
 @dataclass(frozen=True)
 class Turn:
-    """One pass. Each array has one entry per place, `[m]`.
+    """The records of one pass, by place. Each array has one entry for each of the m places.
+
+    A unit is one record, or all records of one person.
 
     record  index of the record in the batch; an empty place repeats a record of the same pass
     used    False for an empty place
@@ -42,32 +46,29 @@ class Turn:
     last: np.ndarray
 
 
-def turns_of(batch: DrawnBatch, places: int, kinds: int) -> Iterator[Turn]:
-    """Yield the passes of a batch, each with `places` places; none for an empty batch.
-
-    kinds  number of kinds of places, a divisor of `places`; `places` if a unit has several records
-    """
-    at = order_at_places(batch.place[batch.unit] % kinds, places, kinds)
+def turns_of(batch: DrawnBatch, places: int) -> Iterator[Turn]:
+    """Yield the passes of a batch, each with `places` places; none for an empty batch."""
+    at = order_at_places(batch.place[batch.unit] % places, places)
     unit = batch.unit
     starts = np.diff(unit, prepend=-1) > 0
     ends = np.diff(unit, append=len(batch.owner)) > 0
     for record in at:
         used = record >= 0
-        # An empty place repeats a record, so that no model meets an input unlike all records.
+        # An empty place repeats a record, because models may fail on artificial inputs.
         filled = np.where(used, record, record.max())
         yield Turn(filled, used, starts[filled], ends[filled])
 
 
-def order_at_places(kind: np.ndarray, places: int, kinds: int) -> np.ndarray:
-    """Return the indices of the records in each pass, `[passes, places]`; -1 for an empty place.
+def order_at_places(place: np.ndarray, places: int) -> np.ndarray:
+    """Return the index of the record at each place, `[passes, places]`; -1 for an empty place.
 
-    kind  `[M]` kind of each record's place; records of one kind keep their order
+    place  `[M]` place (0 to `places` - 1) of each of the M records; records with the same place
+           keep their order
     """
-    loads = np.bincount(kind, minlength=kinds)
-    order = np.argsort(kind, kind="stable")
-    turn = np.empty(len(kind), dtype=np.int64)
-    turn[order] = np.arange(len(kind)) - np.repeat(np.cumsum(loads) - loads, loads)
-    passes = -(-int(loads.max(initial=0)) * kinds // places)
-    at = np.full(passes * places, -1, dtype=np.int64)
-    at[turn * kinds + kind] = np.arange(len(kind))
-    return at.reshape(passes, places)
+    loads = np.bincount(place, minlength=places)
+    order = np.argsort(place, kind="stable")
+    turn = np.empty(len(place), dtype=np.int64)
+    turn[order] = np.arange(len(place)) - np.repeat(np.cumsum(loads) - loads, loads)
+    at = np.full((int(loads.max(initial=0)), places), -1, dtype=np.int64)
+    at[turn, place] = np.arange(len(place))
+    return at

@@ -37,8 +37,8 @@ class Charge:
     part: str = "train"
 
     def __post_init__(self) -> None:
-        # Require the exact type int. SQLite would return a bool or a numpy number in another type,
-        # and the hash of the row would then be another one.
+        # Require the exact type int. SQLite would return a bool or a NumPy number as another type,
+        # and the row would then have another hash.
         numbers = (self.round, self.steps, self.mechanism.batches, self.mechanism.releases)
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or self.steps == 0:
             raise ValueError(
@@ -60,7 +60,8 @@ class Charge:
         They have the types in which SQLite returns them.
         """
         kind = self.mechanism
-        # Add 0.0 to remove the sign of -0.0: SQLite does not store that sign, but the hash has it.
+        # Add 0.0, which turns -0.0 into 0.0. SQLite does not store the sign of -0.0, but the hash
+        # of a row would contain it.
         numbers = (float(kind.rate), float(kind.noise_multiplier) + 0.0)
         counts = (kind.batches, kind.releases)
         return (self.steps, kind.sampling, *numbers, *counts, self.noise, int(self.void))
@@ -68,7 +69,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the ledger.
+    """One row of a privacy ledger, which records one charge.
 
     seq      number of the row, from 1
     txn      number of the transaction; one transaction holds the charges of all clients of a round

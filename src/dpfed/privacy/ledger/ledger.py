@@ -269,7 +269,7 @@ class Ledger:
     def verify(self) -> Head:
         """Check all rows; return their number and the last hash. An error names the wrong row."""
         with file_errors(self.path):
-            # Read the head file before the rows: another process could write in between.
+            # Read the head file before the rows, because another process may write between the two.
             remembered = read_head(self.path)
             self._db.execute("BEGIN")
             try:
@@ -290,7 +290,7 @@ class Ledger:
                 yield self._row(columns)
 
     def rounds_charged(self, run: str, part: str = "train") -> list[int]:
-        """Return the numbers of all rounds charged for this run and part, void charges included."""
+        """Return the numbers of all rounds of a run with a charge for `part`, even a void one."""
         query = "SELECT DISTINCT round FROM charge WHERE run = ? AND part = ? ORDER BY round"
         return [int(round_) for (round_,) in self._query(query, run, part)]
 
@@ -376,7 +376,7 @@ class Ledger:
             return self._walk(after=0)
         self.check_head(head)
         ahead = self._value("SELECT COUNT(DISTINCT txn) FROM charge WHERE seq > ?", head.rows)
-        # Only a writer can check this: a reader may see rows that were written after `head`.
+        # A reader does not check this: another process may have written rows in the meantime.
         if writing and ahead > 1:
             raise ledger_error(
                 self.path,
@@ -390,7 +390,7 @@ _writers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    # A forked child process shares the ledger's lock and would keep it after its parent ends.
+    # A forked child shares the locks of open ledgers. It must not keep them after its parent ends.
     for ledger in list(_writers):
         if ledger._lock is not None:
             ledger._lock.close()

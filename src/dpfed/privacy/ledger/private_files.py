@@ -33,7 +33,8 @@ def open_private(path: Path, mode: str) -> IO[Any]:
     def opener(name: str, flags: int) -> int:
         descriptor = os.open(name, flags & ~os.O_TRUNC, OWNER_FILE)
         try:
-            # `os.open` does not change the mode of an existing file, which others may then read.
+            # Set the mode explicitly. `os.open` does not change the mode of an existing file, which
+            # other users might be able to read.
             if stat.S_IMODE(os.fstat(descriptor).st_mode) != OWNER_FILE:
                 os.fchmod(descriptor, OWNER_FILE)
             if flags & os.O_TRUNC:
@@ -75,11 +76,12 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object], private: bool
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError:
-        # Report the error above, even if removing the partial file fails too (on a broken disk).
+        # If removing the partial file fails too, ignore this error, so that the first error is
+        # reported.
         with suppress(OSError):
             part.unlink()
         raise
-    # Write the folder to disk too: without this call, a crash could undo the renaming.
+    # Also write the folder to disk. Otherwise a crash could undo the renaming of the file.
     fsync(path.parent)
 
 

@@ -42,7 +42,7 @@ canonical = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=Fa
 
 
 class Head(NamedTuple):
-    """The number of rows of a ledger, and the hash of its last row."""
+    """Number of rows of a ledger, and hash of the last row: a short proof of the whole content."""
 
     rows: int
     hash: str
@@ -52,15 +52,15 @@ def row_hash(fields: Sequence[object]) -> str:
     try:
         return hashlib.sha256(canonical(fields).encode()).hexdigest()
     except (TypeError, ValueError):
-        # A row with bytes or infinity, which JSON cannot represent, is forged: no charge has them.
-        # Return the empty string, which differs from every hash.
+        # JSON cannot represent the row, because it has bytes or infinity. No true charge has them,
+        # so the row is forged. Return "", which differs from every hash.
         return ""
 
 
 def nameable(text: object) -> bool:
     """Return True if this can be the name of a run, client or part in the ledger.
 
-    A name is a text of 1 to 200 printable characters.
+    A name is a string of 1 to 200 printable characters.
     """
     return isinstance(text, str) and 0 < len(text) <= 200 and text.isprintable()
 
@@ -94,11 +94,11 @@ def file_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError:
-        # This error is a defect of this program, such as use of a closed ledger. Raise it with its
-        # traceback.
+        # This error is a defect of dpfed, such as the use of a closed ledger. Raise it unchanged,
+        # with its traceback.
         raise
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
-        # SQLite raises UnicodeDecodeError when it quotes a damaged schema.
+        # SQLite raises UnicodeDecodeError if its message quotes a damaged schema.
         default = "SQLITE_IOERR" if isinstance(error, OSError) else ""
         name = getattr(error, "sqlite_errorname", default)
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):

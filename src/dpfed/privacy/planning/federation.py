@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 HEAD = f"{'cohorts':10}{'batch':>8}{'sigma':>10}{'noise':>12}{'records computed':>19}"
-# The table shows batches from an eighth of the recommended batch to four times this batch.
+# The table shows batches from the recommended batch divided by LARGEST_DIVISOR to the recommended
+# batch times LARGEST_FACTOR.
 LARGEST_DIVISOR = 8
 LARGEST_FACTOR = 4
 MAX_RECORDS = 2048
-# A recommended plan has up to 5 % more noise than batches of all records (see planning/batch.py).
-# If it has more than this factor, the limit on records in a step is the cause.
+# If a recommended plan has more noise than this factor times the noise of batches of all records,
+# its batch was limited by `max_records`. Without this limit the factor is at most 1.05.
 LIMITED_NOISE = 1.06
 
 

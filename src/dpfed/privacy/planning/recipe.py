@@ -1,18 +1,22 @@
-"""The learning rate of DP-FedAdamW without tuning: a function of public numbers only.
+"""Choose the learning rate of DP-FedAdamW without tuning, from numbers that are not private.
+
+η is the learning rate and Φ the variance of the noise in a gradient. κ is the least second moment,
+in units of Φ. A run has T rounds of K local steps, and S clients take part in each round. Alignment
+adds γ times the global change of the last round to the current change.
 
 With noise, second moments contain almost only noise. One local step therefore moves a weight by
-η/√κ times a standard normal number, and the alignment repeats the move 1/(1-γ) times. Over T·K
-steps of S averaged clients, noise alone moves every trained weight by about
+η/√κ times a standard normal number, and alignment repeats this move 1/(1-γ) times in total. Over
+T·K steps of S averaged clients, noise alone moves every trained weight by about
 
     η/√κ · 1/(1-γ) · √(T·K/S)
 
 The recipe chooses η so that this distance is a constant. The constant depends on the trained part:
-weights with a large fan-in must move less, because a layer adds up their noise. The formula does
-not contain C, σ or B, because steps are divided by the standard deviation of the noise.
+weights with a large fan-in must move less, because a layer adds up their noise. Clip norm, noise
+multiplier and batch size do not matter: steps are divided by the standard deviation of the noise.
 
-In a run of few rounds the alignment repeats a move fewer times, and the average over rounds holds
-back more of it. Such a run gets the rate at which noise moves its result as far as in a run of
-`SHORT_ROUNDS` rounds; `reach` computes both distances exactly.
+In a run of few rounds, alignment repeats a move fewer times, and the average over rounds contains
+less of it. Such a run gets a larger η: noise then moves its result as far as in a run of
+`SHORT_ROUNDS` rounds. `reach` computes both distances.
 docs/recipe.md has the measurements.
 """
 
@@ -24,42 +28,44 @@ from typing import Any, Literal
 
 Part = Literal["head", "adapter", "layers"]
 
-# The algorithm of the recipe.
+# Algorithm whose learning rate and other settings the recipe chooses.
 METHOD = "dp-fedadamw"
-# Distance by which noise alone moves a weight in the whole run, by trained part. For other layers
-# than heads and adapters, it is divided by the square root of the fan-in.
+# Distance by which noise alone should move a weight in the whole run, for each trained part. For
+# other layers than heads and adapters, it is divided by the square root of the fan-in.
 SPREAD_HEAD = 0.3
 SPREAD_ADAPTER = 0.12
 SPREAD_LAYER = 0.3
-# Least value of √(T·K/S) times `schedule`. It limits the learning rate of runs with few steps,
-# because in a few steps a weight must not move as far as in many.
+# Least value of √(rounds · local steps / cohort) times `schedule` in the formula of the learning
+# rate. In a run of few steps, a weight must not move as far as in a run of many steps.
 SHORTEST_WALK = 3.0
-# Runs of fewer rounds than this get a larger rate, because their moves are repeated fewer times.
+# Runs of fewer rounds than this get a larger learning rate. Each later round repeats a part of a
+# round's change (alignment), and a short run has few later rounds.
 SHORT_ROUNDS = 20
-# Least value of 1-γ in the formula. Without this limit, γ = 1 would give a learning rate of 0.
+# Least value of 1 - `gamma` in the formula. Without it, gamma = 1 would give a learning rate of 0.
 LEAST_DAMPING = 0.01
-# Weight of the direction of the last round, and decay of the average over rounds.
+# Recommended weight of the last round's change (alignment), and decay of the average over rounds.
 GAMMA = 0.9
 AVERAGE = 0.95
-# For language models: no momentum within a round, which weighs its first steps most, and second
-# moments of blocks, because those of single weights are mostly sampling error.
+# Language models use no momentum within a round, because it overweights the first steps. They use
+# second moments of blocks of weights: those of single weights are mostly sampling error.
 LANGUAGE = {"beta1": 0.0, "bc_level": "block"}
-# η/(1-γ) of a run without noise: the usual rates of Adam.
+# Learning rates of a run without noise, before the factor 1-γ: the usual rates of Adam.
 PLAIN_HEAD = 1e-2
 PLAIN_BODY = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
-    """The public numbers that determine the learning rate.
+    """The numbers that determine the recipe's learning rate; none of them is private.
 
     rounds       rounds T
     local_steps  local steps K of a client in a round
     cohort       clients in each round, S
-    gamma        weight γ of the global direction
+    gamma        weight γ of the last round's global change in the current change
     average      decay of the average over rounds; 0: the last round is the result
-    floor        floor κ of corrected second moments, in units of Φ; 1 without bias correction
-    schedule     root mean square of η_t/η_0 over the rounds
+    floor        least second moment κ after bias correction, in units of the noise variance Φ; 1
+                 without bias correction
+    schedule     root mean square over the rounds of (learning rate / base learning rate)
     part         what is trained: "head", "adapter", or "layers" for other modules
     fan_in       mean fan-in of the trained matrices; it counts for "layers" only
     private      True if noise is added
@@ -78,7 +84,7 @@ class RecipeFacts:
 
     @property
     def spread(self) -> float:
-        """The distance by which noise alone moves a weight in the whole run."""
+        """The distance by which noise alone should move a weight in the whole run."""
         if self.part == "head":
             return SPREAD_HEAD
         return SPREAD_ADAPTER if self.part == "adapter" else SPREAD_LAYER / math.sqrt(self.fan_in)
@@ -87,7 +93,7 @@ class RecipeFacts:
 def recipe(calibrated: bool = True, language: bool = False) -> dict[str, dict[str, Any]]:
     """Return the recipe's settings as configuration tables; the algorithm is DP-FedAdamW.
 
-    calibrated  True if the configuration has a target epsilon; the batch is then automatic
+    calibrated  True if the configuration has a target epsilon; the batch size is then automatic
     language    True for causal language models
     """
     tables: dict[str, dict[str, Any]] = {
@@ -103,7 +109,10 @@ def recipe(calibrated: bool = True, language: bool = False) -> dict[str, dict[st
 
 
 def automatic_lr(facts: RecipeFacts) -> float:
-    """Return the base learning rate η0, rounded to three digits."""
+    """Return the base learning rate, rounded to three digits.
+
+    The learning rate of a round is this number, multiplied by the schedule of the run.
+    """
     damping = max(1 - facts.gamma, LEAST_DAMPING)
     if not facts.private:
         return rounded(damping * (PLAIN_HEAD if facts.part == "head" else PLAIN_BODY))
@@ -118,13 +127,15 @@ def automatic_lr(facts: RecipeFacts) -> float:
 
 
 def reach(rounds: int, gamma: float, average: float) -> float:
-    """Return how far the result moves if each round adds an independent move of variance 1.
+    """Return the standard deviation of a run's result if each round adds an own move of variance 1.
 
-    A round of the change Δ_t = b_t + γ Δ_{t-1} has its own move b_t and repeats the last change.
-    After j rounds b_t has moved the weights by (1 + γ + ... + γ^(j-1)) b_t. The result is the mean
-    of the rounds' weights, in which round t counts a^(T-t).
+    Round t changes the weights by Δ_t = b_t + γ Δ_{t-1}: its own move b_t and a part of the last
+    change. Over j rounds b_t moves the weights by (1 + γ + ... + γ^(j-1)) b_t. The result is the
+    mean of the weights after each round, in which round t of T counts a^(T-t).
 
-    average  the decay a; 0 for the last round alone
+    rounds   number of rounds T
+    gamma    weight γ of the last change
+    average  decay a of the mean; 0 for the last round alone
     """
     shares = [average ** (rounds - t) for t in range(1, rounds + 1)]
     repeats = [sum(gamma**i for i in range(j)) for j in range(1, rounds + 1)]

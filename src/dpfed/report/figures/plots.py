@@ -21,8 +21,8 @@ from dpfed.privacy.published import show_delta, show_loss
 from dpfed.report.measures import Measure
 from dpfed.report.run_reader import over_rounds
 
-# Okabe and Ito's eight colours for colour-blind readers, without yellow, which is hard to see on
-# white.
+# Seven of the eight colours by Okabe and Ito for colour-blind readers. Their yellow is left out,
+# because it is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MAX_NAMED_CLIENTS = 60
@@ -102,8 +102,8 @@ def label_table(
     width = 3.2 + 0.3 * min(len(classes), MAX_NAMED_CLASSES)
     height = 2.4 + 0.14 * min(len(counts), MAX_NAMED_CLIENTS)
     figure, axes = single_plot(path, (width, height))
-    # Use the colour map cividis, which looks alike with and without colour blindness (Nuñez,
-    # Anderton, Renslow 2018).
+    # The colour map cividis looks alike with and without colour blindness (Nuñez, Anderton, Renslow
+    # 2018).
     image = axes.imshow(counts, aspect="auto", cmap="cividis", interpolation="nearest", vmin=0)
     figure.colorbar(image, label="training records")
     axes.set(xlabel="label", ylabel="client")
@@ -169,7 +169,7 @@ def draw_scores(figure: Any, curves: Sequence[Curve], title: str, measure: Measu
 
 
 def _limits(curves: Sequence[Curve], measure: Measure) -> tuple[float, float]:
-    """Return the lower and the upper limit of the axis that shows scores.
+    """Return the lower and the upper end of a plot's axis that shows scores.
 
     Round 0 is left out, because its low score would flatten the curves.
     """
@@ -201,7 +201,7 @@ def _pyplot() -> Any:
 def single_plot(path: Path, inches: tuple[float, float], option: str = "") -> Any:
     """Return a matplotlib figure and its axes; refuse a `path` that is neither .png nor .svg.
 
-    option  the option that gave `path`, for the error message; "" for the usual option for plots
+    option  name of the option that gave `path`, for the error message; "" for the option --plot
     """
     if path.suffix.lower() not in (".png", ".svg"):
         raise DpfedError(f"{option or phrase('plot')} {path} must end in .png or .svg")

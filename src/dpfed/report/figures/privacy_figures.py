@@ -11,8 +11,8 @@ from dpfed.privacy.published import PLOTTED_DIGITS, plotted_loss, show_setting
 from dpfed.report.figures.figure import ROUNDS, Figure, axis, bars, inert, joined, line, short
 from dpfed.report.run_reader import Group, Privacy, RunData, number
 
-# (colour number, dash) of the lines of the server's and of the third party's epsilon. Numbers 0 and
-# 1 are not used, because they are the colours of the first two methods.
+# (colour number, dash) of two lines: epsilon against the server, and against an observer who sees
+# only the global models. Colours 0 and 1 belong to the first two methods.
 STYLES = ((6, "solid"), (2, "dash"))
 MOST_SPENT = "client that spent most so far"
 MOST_SPENT_SERIES = 3
@@ -41,7 +41,7 @@ def losses(values: Iterable[float]) -> list[float]:
 
 
 def plans(groups: Sequence[Group]) -> list[Plan]:
-    """Return each distinct privacy plan of the groups once, with the groups that follow it."""
+    """Return the distinct privacy plans of the groups of runs, each with the groups that use it."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
         if group.privacy is not None:
@@ -84,8 +84,8 @@ def epsilon_over_rounds(groups: Sequence[Group]) -> Figure | None:
             series = index if plan.name else neutral
             traces.append(line([0, *at], [start, *values], name, series, dash=dash))
             rows += [[name, t, value] for t, value in zip(at, values, strict=True)]
-        # On a public page this curve is empty, because `read_run_data` removes the spent epsilons
-        # from the metrics.
+        # On a public page there is no such curve: `read_run_data` has removed what clients really
+        # spent.
         spent = plan.group.runs[0].curve("epsilon_server_max")
         if spent and not plan.name:
             values = losses(spent.values())
@@ -154,8 +154,8 @@ def accuracy_against_epsilon(groups: Sequence[Group]) -> Figure:
 def clients_epsilon(groups: Sequence[Group]) -> Figure | None:
     """Return the histogram of the clients' epsilons, for the first run of each group.
 
-    Groups with equal epsilons share their bars. Return None if no group has the epsilons of its
-    clients, as on a public page.
+    Groups whose clients have equal epsilons are drawn as one set of bars. Return None if no group
+    has the epsilons of single clients. A public page leaves these epsilons out.
     """
     found: dict[tuple[float, ...], list[Group]] = {}
     for group in groups:

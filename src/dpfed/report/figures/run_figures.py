@@ -222,7 +222,8 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
         share = number(group.settings.get("run", {}).get("participation"))
         if not at or clients is None or share is None:
             continue
-        # Use the planned cohort, because the number of clients that really took part is private.
+        # Use the planned size of a cohort, because the number of clients that really took part is
+        # private.
         cohort = max(1, round(share * clients))
         each = cohort * (traffic["up_bytes"] + traffic["down_bytes"]) / 1e6
         x = [t * each for t in at]
@@ -244,7 +245,7 @@ def accuracy_against_bytes(known: Traffic) -> Figure:
 
 
 def along_axis(table: Table, index: int) -> Figure | None:
-    """Return the figure of the score over the setting that varies between the columns of `table`.
+    """Return the figure of the score over the setting that differs between the columns of a table.
 
     Return None if no setting varies, or if the table has a single column.
 
@@ -281,7 +282,7 @@ def along_axis(table: Table, index: int) -> Figure | None:
 
 
 def histogram(groups: Sequence[Group], key: str, id: str, unit: str) -> Figure:
-    """Return the figure of a histogram that runs recorded in their diagnostics.
+    """Return the figure of one of the histograms that runs write to their files of diagnostics.
 
     An example is the histogram of √v, where v are the second moments of the optimizer. The figure
     shows the first run of each method. With several methods, it shows the last recorded round of

@@ -189,7 +189,7 @@ class Statement:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the statement as JSON values, as `schema.json` describes them."""
-        # Write and read JSON, because this turns tuples into lists.
+        # Convert to JSON and back, which turns tuples into lists.
         found = json.loads(json.dumps(asdict(self), allow_nan=False))
         return {"format": FORMAT, **found, "questions": QUESTIONS}
 

@@ -50,7 +50,7 @@ def first_line(statement: Statement) -> str:
 
 
 def rows(statement: Statement, observers: bool = True) -> list[tuple[str, str]]:
-    """Return the rows of a statement below its first line, as pairs (name, sentence).
+    """Return a privacy statement without its first line, as pairs (name, sentence).
 
     observers  False to leave out the rows with the epsilon of each observer (the server and a
                third party who sees only the global models)

@@ -30,8 +30,8 @@ from dpfed.training.auditing.setting import (
 )
 from dpfed.training.job.job import Job
 
-# Number of lower bounds on epsilon that `audit` computes, without and with `own_model`. Each bound
-# gets an equal part of the error probability 1 - confidence.
+# `audit` computes this many lower bounds on epsilon, counted without and with `own_model`. Each
+# bound may be wrong with an equal part of the probability 1 - confidence.
 BOUNDS = 5
 BOUNDS_WITH_MODEL = 8
 
@@ -77,7 +77,7 @@ class Bounds:
         A canary that is in the data shifts the released gradient sums along its direction.
         """
         ratio = ratio_bound(found.shifts, self.confidence)
-        # `ratio_bound` refers to the noise multiplier of the sum, `_epsilon_at` to that in the
+        # `ratio_bound` is about the noise multiplier of the sum, `_epsilon_at` about that of the
         # plan. With quantile clipping the latter is smaller, because it covers sum and count.
         ratio /= self.setting.plan.clipping.sum_multiplier(1.0)
         shifts = self._report(seen, "Gaussian noise", self._epsilon_at(ratio), coins)

@@ -82,8 +82,8 @@ def directions_for(space: Space, canaries: int, rng: np.random.Generator) -> Dir
     shuffled = rng.permutation(space.size)
     by_tensor = shuffled[np.argsort(tensor[shuffled], kind="stable")]
     counts = np.bincount(tensor)
-    # The rank of a coordinate among those of its tensor. Sorting by rank takes one coordinate of
-    # each tensor in turn.
+    # Number the coordinates of each tensor from 0. Sorting all coordinates by this number takes one
+    # coordinate of each tensor in turn.
     rank = np.arange(space.size) - np.repeat(np.cumsum(counts) - counts, counts)
     dealt = by_tensor[np.argsort(rank, kind="stable")]
     each = max(1, min(MOST_COORDINATES, (space.size - canaries) // canaries))
@@ -108,7 +108,6 @@ class CanaryModel:
         self.space = model.space
         self.has_dropout = model.has_dropout
         self.places = model.places
-        self.kinds = model.kinds
 
     def grads(
         self,
@@ -122,8 +121,8 @@ class CanaryModel:
         grads = torch.cat(self._model.grads(theta, client, others, labels, keys), 1)
         code = inputs[CODE]
         canary = (code.abs() - 1).clamp_min(0)
-        # Replace the gradients of canaries. Other records have code 0 and keep their gradients,
-        # because the values that are added to them are zeros.
+        # Set the gradients of canaries to zero first, and then add the chosen gradients. Other
+        # records have code 0 and add zeros, so their gradients do not change.
         grads.masked_fill_((code != 0).unsqueeze(1), 0.0)
         values = self._values[canary] * code.sign().unsqueeze(1)
         grads.scatter_add_(1, self._coordinates[canary], values.to(grads))
@@ -179,7 +178,7 @@ def with_canaries(job: Job, directions: Directions, codes: np.ndarray) -> Job:
 
 
 def _without_code(view: Augmentations) -> Augmentations:
-    """Return these augmentations without effect on the input CODE, which marks canaries."""
+    """Return the augmentations without effect on the input CODE, which marks canaries."""
 
     def augment(inputs: Mapping[str, Tensor], keys: Tensor) -> dict[str, Tensor]:
         others = {name: x for name, x in inputs.items() if name != CODE}

@@ -99,7 +99,7 @@ class Recorder:
         self._releases: list[list[_Release]] = []
 
     def begin(self, clients: int) -> None:
-        """Begin a round, or begin it again after an attempt that failed for lack of memory.
+        """Begin to record a round, also again after an attempt that failed for lack of memory.
 
         clients  number of clients that are computed together in this attempt
         """
@@ -152,7 +152,7 @@ class Recorder:
             seen = along - known if self._independent else along
             self._all.gradients.add(Step(rows, seen, 1.0, summed, spread, noise))
             self._all.draws.add(start + k, rows, [drawn[k] for drawn in self._drawn], noise)
-        # Training steps go against the gradient, so a canary in the data makes its component of
+        # A training step goes against the gradient, so a canary in the data makes its component of
         # the message negative. The component is NaN if the client diverges.
         delta = self.directions.along(result.message["delta"]) / float(ctx.lr)
         self._all.messages[rows] -= np.nan_to_num(delta)
@@ -176,7 +176,8 @@ class AuditedOracle(FleetOracle):
         ]
 
     def _release(self, theta: Tensor, batch: DrawnBatch) -> tuple[Tensor, Tensor]:
-        # After the release the passes are small enough for the memory.
+        # Call the oracle's own release first. It makes passes (forward and backward computations)
+        # so small that the next computation fits into memory.
         mean, phi = super()._release(theta, batch)
         known, _ = self._clipped_sum(theta, without_canaries(batch, self._codes))
         steps = self._grid_steps()
@@ -258,7 +259,7 @@ def _audited_job(job: Job, setting: AuditSetting) -> Job:
 
 
 def shards_of_clients(shards: Shards, clients: np.ndarray) -> Shards:
-    """Return the shards (record numbers) of these clients, which are renumbered from 0."""
+    """Return the record indices of these clients, which get new numbers from 0 on."""
     units = [np.arange(shards.clients[i], shards.clients[i + 1]) for i in clients]
     every = np.concatenate(units)
     return Shards(

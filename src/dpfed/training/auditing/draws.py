@@ -9,7 +9,8 @@ import numpy as np
 from dpfed.privacy.auditing.laws import Law, batch_law, noise_law
 from dpfed.training.auditing.setting import AuditSetting
 
-# Most cells of the table `[clients, steps, units]` that stores which units each batch contains.
+# Largest size of the table `[clients, steps, units]`, which stores for each unit if it is in a
+# batch.
 MAX_LAW_CELLS = 4_000_000
 # The tests use at most this many batches of each client.
 MOST_STEPS = 500
@@ -60,5 +61,5 @@ class Draws:
                 self._noise[row, step] = values / self._multiplier
 
     def laws(self) -> tuple[Law, Law]:
-        """Test if batches and noise have the distributions that the accountant assumes."""
+        """Test if batches and noise have the assumed distributions; return both results."""
         return batch_law(self._mechanism, self._included), noise_law(self._noise)

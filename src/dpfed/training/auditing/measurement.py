@@ -38,7 +38,7 @@ class Step:
 
 
 class Measurement:
-    """Adds up the measured steps of an audit: scores and shifts of canaries.
+    """Adds up what an audit measures in each step: the scores and the shifts of its canaries.
 
     coins   `[clients, canaries]`, True for a canary that is in the data
     scores  `[clients, canaries]`, high for a canary that is probably in the data

@@ -146,7 +146,7 @@ def _measured(
 
 
 def canary_rows(job: Job, client: int, count: int) -> np.ndarray:
-    """Return record numbers of a client's canaries: the first record of its first `count` units."""
+    """Return record indices of a client's canaries: the first record of its first `count` units."""
     shards = job.private.shards
     first = int(shards.clients[client])
     rows: np.ndarray = shards.records[shards.units[first : first + count]]
@@ -161,7 +161,7 @@ def weighted_records(
     Canaries have the given weights. Each other unit gets a record of weight 0, so that every client
     keeps its number of units.
 
-    sources  record numbers of the canaries, sorted by client
+    sources  record indices of the canaries, sorted by client
     signs    `[clients, canaries]`, the weight of each canary
     """
     clients, count = signs.shape
@@ -177,10 +177,10 @@ def weighted_records(
 
 
 def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
-    """Return shards (the record numbers of all clients) in which each unit has one record.
+    """Return shards (the record indices of all clients) in which each unit has one record.
 
     sizes  number of units of each client
-    rows   record number of each unit: first the units of client 0, then of client 1, and so on
+    rows   record index of each unit: first the units of client 0, then of client 1, and so on
     """
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Shards(starts, np.arange(starts[-1] + 1), rows)
@@ -189,7 +189,7 @@ def one_record_units(sizes: np.ndarray, rows: np.ndarray) -> Shards:
 def directions_of(job: Job, rows: np.ndarray) -> Directions:
     """Return the directions in which one client's canaries are measured.
 
-    rows  record numbers of the client's canaries
+    rows  record indices of the client's canaries
     """
     count = len(rows)
     chosen = torch.from_numpy(rows).to(job.private.records.labels.device)

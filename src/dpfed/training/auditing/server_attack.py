@@ -29,14 +29,14 @@ from dpfed.training.job.job import Job
 
 # The attacked data set has at most this many units (a unit is one record, or a person's records).
 MAX_UNITS = 48
-# Exact isolation allows one unit to change a sum by the clip norm C. Rounding in float64 may add
-# this fraction of C.
+# Exact isolation lets a unit change a sum by the clip norm C at most. Rounding in float64 may add
+# this fraction of C to the change.
 SLACK = 1e-6
-# Largest absolute entry of a theta that is tried. Far larger entries overflow, and every gradient
-# is then zero.
+# Largest absolute element of a tried theta. If elements are far larger, the computation overflows
+# and every gradient is set to zero.
 LARGEST = 800.0
-# Probability that the next theta is drawn at random; otherwise it is the best theta so far with
-# random changes.
+# Probability that the attack draws the next theta at random. Otherwise it changes the best theta so
+# far at random.
 FRESH = 0.5
 
 
@@ -124,7 +124,7 @@ def _candidate(start: Tensor, best: Tensor, generator: torch.Generator) -> Tenso
 
 
 class _Target:
-    """The target of the attack: a data set, and the same data set without its first unit.
+    """The target of the attack: a data set, and a copy of it without the first unit.
 
     All other units have the same random draws in both data sets.
     """
@@ -167,16 +167,14 @@ class _Target:
             plan, job.streams, 1, [0], 1, grid=privacy.grid is True, isolation=privacy.isolation
         )
         data = PrivateData(job.model, records, shards, job.private.augmentations)
-        limits = PassLimits(
-            job.config.run.max_slots, places=job.model.places, kinds=job.model.kinds
-        )
+        limits = PassLimits(job.config.run.max_slots, places=job.model.places)
         return self._make(data, terms, limits)
 
     def movement(self, theta: Tensor) -> float:
         """Return by how much deleting the first unit changes the clipped sum, in units of C."""
         whole = self._whole.batch()
-        # The other units keep their keys (seeds of dropout) and their places in a pass. With new
-        # ones, the sum would change for reasons other than the deleted unit.
+        # Keep the keys (seeds of dropout) and the places of all other units. With new ones, the sum
+        # would change for reasons other than the deleted unit.
         less = replace(
             whole,
             row=whole.row[self._gone :] - self._gone,

@@ -56,11 +56,11 @@ class AuditSetting:
         return np.asarray(each[which])
 
     def epsilon_at(self, ratio: float) -> float:
-        """Return the largest epsilon of all clients if the noise were `ratio` times smaller."""
+        """Return the largest epsilon of all clients with noise that is `ratio` times smaller."""
         return max(epsilon(h, self.delta) for h in self._histories(ratio))
 
     def curve_at(self, ratio: float) -> Least:
-        """Return a trade-off curve of all clients if the noise were `ratio` times smaller."""
+        """Return the clients' common trade-off curve with noise that is `ratio` times smaller."""
         return accounted(self._histories(ratio))
 
     def _histories(self, ratio: float) -> list[tuple[tuple[Mechanism, int], ...]]:

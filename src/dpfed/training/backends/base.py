@@ -42,7 +42,7 @@ class Backend(Protocol):
 
 
 class RemoteBackend(Backend, Protocol):
-    """A backend for clients on other machines. Checkpoints store its JSON-serialisable state."""
+    """A backend for clients on other machines. Checkpoints contain its state as JSON values."""
 
     def restore(self, remembered: Mapping[str, Any]) -> None:
         """Restore the backend of a resumed run.

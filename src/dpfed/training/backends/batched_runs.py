@@ -26,10 +26,10 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.model import block_rules
 
 Answer = TypeVar("Answer")
-# Default of the option that divides parameters into blocks, for algorithms without this option.
+# The way to divide parameters into blocks, for algorithms without an option for this.
 BLOCKS = {"granularity": "block"}
-# Number of runs in a pack with `--pack auto`. More runs would gain little speed and need more
-# memory.
+# Number of runs that `--pack auto` trains together on a GPU. More runs would gain little speed and
+# need more memory.
 MAX_RUNS = 16
 
 
@@ -76,14 +76,14 @@ def pack_key(config: Config) -> Hashable | None:
         model.lora.freeze_a and model.train == "lora"
     )
     # If the frozen weights are drawn from the seed, runs with different seeds have different models
-    # and cannot be packed.
+    # and cannot be computed together.
     frozen_seed = run.seed if seeded else None
     clipping = (privacy.clip_mode, privacy.clip_stability) if privacy.enabled else ("flat", None)
     return repr((data, config.model, frozen_seed, blocks, clipping, computed, _size_of(config)))
 
 
 def _size_of(config: Config) -> tuple[Hashable, ...]:
-    """Return the settings that determine the number of steps and the records in each step."""
+    """Return the settings that determine the number of steps of a run and the records per step."""
     privacy, run = config.privacy, config.run
     size: tuple[Hashable, ...] = (
         run.rounds,
@@ -134,8 +134,8 @@ class Pack:
             self._left.add(number)
             sums = self._sum
         if sums is not None:
-            # Release the lock first: `sums.leave` may compute a whole pass, and other runs need the
-            # lock meanwhile.
+            # Release the lock before `sums.leave`, which may compute a whole pass of all other
+            # runs. These runs need the lock during the pass.
             sums.leave(number)
 
     def end(self) -> None:
@@ -145,9 +145,9 @@ class Pack:
         self.shared.clear()
 
     def _union(self, runs: int) -> FixedSum:
-        """Return the object that computes the clipped sums of `runs` runs together.
+        """Return a new `FixedSum`, which computes the clipped sums of `runs` runs together.
 
-        If the GPU has no memory for all runs, each pass computes as many runs as fit.
+        If the GPU has no memory for all runs, it computes as many runs together as fit.
         """
         job = self._first
         assert job is not None
@@ -203,11 +203,11 @@ def _pass_of(job: Job) -> tuple[int, str, float, bool]:
 
 
 def union_slots(job: Job, runs: int) -> int:
-    """Return the number of record slots in one joint pass of `runs` runs.
+    """Return the number of records that one joint computation of `runs` runs has space for.
 
-    A slot is a fixed place for one record. With `run.slots = "auto"`, one joint pass needs fewer
-    slots than separate passes. Batch sizes are random, and the sum of many batch sizes has a
-    smaller relative deviation than each size.
+    The space for one record is a slot. With `run.slots = "auto"`, a joint computation needs fewer
+    slots than separate ones. Batch sizes are random, and the sum of many batch sizes has a smaller
+    relative deviation than each size.
     """
     cohort = job.schedule.cohort
     configured = job.config.run.slots
@@ -223,7 +223,7 @@ def run_batched(
     shared: JobCache | None = None,
     ended: Callable[[int, Answer], None] = lambda number, answer: None,
 ) -> list[Answer]:
-    """Train runs together in one pack, each in its own thread, and return their answers in order.
+    """Train several runs together, each in its own thread; return the results of `tasks` in order.
 
     tasks   functions that train one run each by `training.run.run`, with the BatchedRun they get
     shared  cache of records, models and features; None for a new cache
@@ -269,8 +269,8 @@ def run_batched(
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
     """Call `work` with each number below `count` in its own thread, and wait for all threads."""
-    # Run each thread in a copy of the context variables, because some of them hold a model or data
-    # that the user has given.
+    # Give each thread its own copy of the context variables, because some of them hold the model or
+    # the data that the user has passed.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

@@ -44,14 +44,14 @@ class ClientStates:
         self._size = size
         self._folder = folder
         self._limit = limit
-        # Stored vectors of each client, `[names, P]`, ordered by the time of storing. If RAM is
-        # full, the first entries move to files.
+        # The vectors of each client, `[names, P]`, in the order of storing. If they need too much
+        # memory, the first ones move to files.
         self._in_memory: OrderedDict[int, np.ndarray] = OrderedDict()
         self._files: dict[int, Entry] = {}
-        # Number of the round in which each client's vectors were stored last.
+        # The round in which each client's vectors were last stored, by client.
         self._written_in: dict[int, int] = {}
         self._changed: set[int] = set()
-        # Names of files that must not be deleted, because a checkpoint may refer to them.
+        # Names of the files to which a checkpoint may refer. They must not be deleted.
         self._referenced: set[str] = set()
         # The lock protects the entries, because another thread writes a checkpoint while the next
         # round stores new vectors.
@@ -98,8 +98,8 @@ class ClientStates:
         )
         with self._lock:
             for client, row in zip(clients, rows, strict=True):
-                # Store a copy and leave the old array unchanged, because a checkpoint thread may
-                # still read the old array.
+                # Store a copy and do not overwrite the old array: another thread may be writing it
+                # to a checkpoint.
                 self._in_memory[client] = row.copy()
                 self._in_memory.move_to_end(client)
                 self._written_in[client] = t
@@ -140,8 +140,8 @@ class ClientStates:
             if spilled is not None and spilled.file == _file(client, t):
                 return spilled
             entry = self._write(client, t, row)
-            # While this thread wrote, a later round may have stored newer vectors. In that case do
-            # not register the older file.
+            # A later round may have stored newer vectors while this thread wrote the file. Then
+            # this file is out of date, so do not register it.
             if self._written_in[client] == t:
                 self._files[client] = entry
                 self._changed.discard(client)
@@ -189,7 +189,7 @@ class ClientStates:
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
             if mapped.shape != (len(self._names), self._size) or mapped.dtype != np.float32:
                 raise ValueError
-        # NumPy raises many types of errors for a damaged file, even TokenError. Catch all of them.
+        # Catch all errors: for a damaged file NumPy raises many types of errors, even TokenError.
         except Exception:
             raise DpfedError(
                 f"{path} is missing or damaged: the memory of client {client} is lost"

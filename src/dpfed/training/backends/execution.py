@@ -35,7 +35,7 @@ Stop = Callable[[], None]
 
 
 def never_stop() -> None:
-    """Do nothing, so that the run continues: the `stop` of a run that no signal can stop."""
+    """Do nothing: the function `stop` of a run that no signal can stop."""
 
 
 class Execution(ABC):
@@ -60,11 +60,12 @@ class Execution(ABC):
     def confirm(self, job: Job) -> None:  # noqa: B027
         """Raise DpfedError if other processes of the run have prepared a different job.
 
-        This is called before anything is written. A run in one process has nothing to compare.
+        This is called before anything is written. A run in one process does nothing here, because
+        it has no other job to compare with.
         """
 
     def bind(self, job: Job, folder: RunFolder) -> Job:
-        """Return the job, completed with values from its run folder, such as a secret key."""
+        """Return the job after adding values that its run folder stores, such as a secret key."""
         return job
 
     @abstractmethod
@@ -85,7 +86,8 @@ class InProcess(Execution):
     """Compute all clients of a run in this process.
 
     cache  records, frozen models and features of earlier runs, for runs with equal settings
-    batch  this run as a member of runs that are trained together; None for a run that trains alone
+    batch  connects this run with other runs that are trained together; None for a run that trains
+           alone
     """
 
     overlaps: ClassVar[bool] = True

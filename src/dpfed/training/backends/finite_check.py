@@ -14,8 +14,8 @@ from dpfed.training.server_state import State
 def begin_finite_check(state: State, t: int) -> Callable[[], None]:
     """Start a check that the state after round t is finite; return a function to finish the check.
 
-    The device runs the check while the host continues. The returned function waits for the result
-    and raises DivergedError if the state contains NaN or infinity.
+    The GPU runs the check while the CPU continues with other work. The returned function waits for
+    the result and raises DivergedError if the state contains NaN or infinity.
     """
     names, values = zip(*state.tensors().items(), strict=True)
     flags = torch.stack(

@@ -1,8 +1,9 @@
-"""The fleet: S clients of a cohort computed side by side, as rows of one tensor `[S, P]`.
+"""The fleet: S clients computed side by side, as rows of one tensor `[S, P]` of P parameters each.
 
-A cohort larger than `run.fleet_size` is split into several fleets. Each client has its own random
-streams, so the split changes only the order of additions. If a fleet does not fit into the memory
-of the device, two fleets of half its size repeat the steps with the same random numbers.
+A cohort (the clients of one round) larger than `run.fleet_size` is split into several fleets. Each
+client has its own random streams, so the split changes only the order of additions. If a fleet does
+not fit into the memory of the device, it is halved. The two halves repeat the local steps with the
+same random numbers.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ LocalWatch = Callable[[Context, Sequence[int], LocalResult], None]
 
 @dataclass(frozen=True)
 class Part:
-    """The clients of one fleet, which are a subset of the cohort.
+    """The part of a cohort that is computed as one fleet.
 
-    clients  numbers of the clients
+    clients  numbers of the S clients
     weights  weights of their messages in the cohort's mean, `[S]`
-    noise    noise sources for repeated steps; None to draw new noise
+    noise    noise sources of local steps that failed and are repeated; None to draw new noise
     """
 
     clients: Sequence[int]
@@ -57,13 +58,13 @@ class Part:
 
 
 class Fleet:
-    """The backend that computes a cohort in this process.
+    """The backend that computes the clients of a round in this process, as one fleet or several.
 
-    memory          store of client memory; None for a new store
+    memory          store of the vectors that clients keep between rounds; None for a new store
     watch           called with the results of each fleet after its local steps
     stop            called after each local step; may raise an error to end the run
-    check_messages  True: check each message for NaN and infinity. False: only the round loop checks
-                    the server's state, so that the host waits less for the device
+    check_messages  True: check each client's message for NaN and infinity. False: leave this to the
+                    round loop, which checks the server's state; the CPU then waits less for a GPU
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class Fleet:
         self._fixed_fits = True
         self._warned = False
         self._wait_for_charge: WaitForCharge = no_charge
-        # Builds the oracle of each round. An audit replaces it by one that reports its releases.
+        # Makes the oracle, which releases noised gradients, of each fleet. An audit replaces it by
+        # a function whose oracles report their releases.
         self.new_oracle: Callable[..., FleetOracle] = FleetOracle
         # Completed and planned local steps of this round, summed over its clients.
         self._steps_done = 0
@@ -104,9 +106,9 @@ class Fleet:
         wait_for_charge: WaitForCharge = no_charge,
         weights: Tensor | None = None,
     ) -> tuple[Message, int]:
-        """Return (weighted sum of the clients' messages, number of clients).
+        """Compute round `t`; return (weighted sum of the clients' messages, number of clients).
 
-        weights  weight of each message; None for weights that make the sum the cohort's mean
+        weights  weight of each client's message; None for weights with which the sum is their mean
         """
         job = self._job
         self._wait_for_charge = wait_for_charge
@@ -131,7 +133,7 @@ class Fleet:
                 if not out_of_memory(error):
                     raise
             if result is None:
-                # Retry after the handler, because inside it the exception keeps tensors in memory.
+                # Retry after the `except` block, where the exception no longer keeps tensors alive.
                 self._steps_done = steps_before
                 parts.extendleft(reversed(self._halves(t, part, oracle.noise)))
                 continue
@@ -150,9 +152,9 @@ class Fleet:
         return deque(Part(clients[i : i + size], weights[i : i + size]) for i in starts)
 
     def _step_counter(self, t: int, clients: int) -> Callable[[int], None]:
-        """Return a function to call after each local step of `clients` clients.
+        """Return a function to call after each local step of a fleet of `clients` clients.
 
-        It counts the step, reports progress and calls `stop`, which may end the run.
+        The function counts the step, reports progress and calls `stop`, which may end the run.
         """
         if self._steps_done == 0:
             self._report_steps(t)
@@ -165,7 +167,7 @@ class Fleet:
         return after_step
 
     def _store(self, t: int, ctx: Context, part: Part, result: LocalResult) -> None:
-        """Check the result of a fleet for NaN and infinity, and store its client memory."""
+        """Store the vectors that a fleet's clients keep, after a check for NaN and infinity."""
         if not self._job.config.run.allow_nan:
             sent = result.message if self._check_messages else {}
             require_finite_messages(t, part.clients, {**sent, **result.memory})
@@ -174,7 +176,10 @@ class Fleet:
             self._watch(ctx, part.clients, result)
 
     def weights(self, clients: Sequence[int]) -> Tensor:
-        """Return the clients' weights in the mean; they are public and sum to one."""
+        """Return the weights of the clients in the mean of their messages, which sum to one.
+
+        Weights are equal or proportional to the clients' declared sizes, which are public.
+        """
         if self._job.algorithm.agg_weights == "size":
             weights = torch.tensor([float(self._job.plan.sizes[i]) for i in clients])
         else:
@@ -199,23 +204,21 @@ class Fleet:
                 grid=job.config.privacy.grid is True,
                 isolation=job.config.privacy.isolation,
             ),
-            PassLimits(
-                self._max_slots, self._fixed_sum(part.clients), self._places, job.model.kinds
-            ),
+            PassLimits(self._max_slots, self._fixed_sum(part.clients), self._places),
             noise=part.noise,
             wait_for_charge=self._wait_for_charge,
         )
 
     def _halves(self, t: int, part: Part, noise: Sequence[Noise]) -> list[Part]:
-        """Split a fleet that ran out of memory into two halves, which repeat its steps.
+        """Split a fleet that ran out of memory into two halves, which repeat its local steps.
 
-        noise  noise sources of the fleet's clients; they give the same numbers again
+        noise  noise sources of the fleet's clients, which repeat the noise of the failed steps
         """
         job = self._job
         count = len(part.clients)
         if count == 1 and job.batched_sum is not None:
-            # After this error, the run leaves its pack and starts again alone, because a run alone
-            # needs less memory.
+            # After this error, the run is no longer trained together with other runs. It starts
+            # again alone, which needs less memory.
             raise UnbatchableError
         if count == 1:
             raise StoppedError(
@@ -226,7 +229,7 @@ class Fleet:
         free(job.device)
         half = (count + 1) // 2
         self._size = min(self._size, half)
-        # Reset the limit, because fewer clients may leave room for larger passes.
+        # Reset the limits of a pass, because fewer clients may leave room for larger passes.
         self._max_slots = job.config.run.max_slots
         self._places = job.model.places
         self._warn_of_memory()
@@ -236,9 +239,9 @@ class Fleet:
         ]
 
     def _lower_limits(self, oracle: FleetOracle, used_fixed: bool) -> None:
-        """Use smaller passes in later rounds too if the oracle had to use them in this round.
+        """Use smaller passes from now on if the oracle had to use them for lack of memory.
 
-        used_fixed  True if the oracle began the round with passes of a fixed size
+        used_fixed  True if the oracle began with passes of a fixed shape
         """
         lost_fixed = used_fixed and oracle.fixed is None
         fewer = oracle.max_slots < self._max_slots or oracle.places < self._places
@@ -249,17 +252,17 @@ class Fleet:
             self._warn_of_memory()
 
     def _fixed_sum(self, clients: Sequence[int]) -> Sums | None:
-        """Return the object that computes clipped sums in passes of a fixed size for these clients.
+        """Return the object that computes clipped sums in passes of a fixed shape, or None.
 
-        Return None if passes vary in size: by default on a CPU, with exact isolation, and after
-        the device ran out of memory.
+        None means that passes vary in size, or that isolation is exact. Passes vary in size by
+        default on a CPU, and after the device ran out of memory.
         """
         job = self._job
         run = job.config.run
         if not self._fixed_fits:
             self._fixed.clear()
             if job.batched_sum is not None:
-                # Leave the pack, because the other runs would wait for this run in every pass.
+                # Runs that are trained together wait for each other in every pass, so leave them.
                 job.batched_sum.leave()
             return None
         if job.batched_sum is not None:

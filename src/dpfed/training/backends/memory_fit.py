@@ -17,8 +17,8 @@ from dpfed.privacy.record_batch import Records
 from dpfed.training.job.job import Job
 from dpfed.training.messages.message_size import local_bytes
 
-# Number of copies of each client's state in memory: the state before a step, the state after it,
-# and a temporary one.
+# GPU memory holds this many copies of each client's state: before a step, after it, and a temporary
+# one.
 COPIES = 3
 
 
@@ -27,7 +27,8 @@ def fleet_size(job: Job) -> int:
     configured = job.config.run.fleet_size
     cohort = job.schedule.cohort
     if job.batched_sum is not None:
-        # For runs that are trained together, `Pack._union` of batched_runs.py tests how many fit.
+        # For runs that train together, `Pack._union` of batched_runs.py finds out how many clients
+        # fit into memory.
         return cohort
     if configured != "auto":
         return configured
@@ -50,10 +51,10 @@ def most_that_fit(cohort: int, fit: Callable[[int], bool]) -> int:
 
 
 def slots_of(job: Job, clients: int) -> int:
-    """Return the number of record slots for `clients` clients that are computed at once.
+    """Return how many records are computed at once, for `clients` clients.
 
-    A slot is a fixed place for one record. With `run.slots = "auto"`, the number is computed from
-    the sum of the `clients` largest expected batch sizes.
+    The number is that of slots, the fixed places for records. With `run.slots = "auto"`, the number
+    is computed from the sum of the `clients` largest expected batch sizes.
     """
     slots = job.config.run.slots
     if slots != "auto":
@@ -76,7 +77,8 @@ def fits(job: Job, clients: int, slots: int | None = None) -> bool:
     except torch.OutOfMemoryError:
         return False
     peak = torch.cuda.max_memory_allocated(device) - before
-    # The capture of a pass as a CUDA graph needs as much memory as a second pass.
+    # To capture a computation as a CUDA graph, the GPU needs as much memory as for a second
+    # computation.
     passes = 1 if job.config.run.graphs is False else 2
     return passes * peak + COPIES * clients * local_bytes(job.algorithm, job.space) <= free
 

@@ -208,7 +208,7 @@ def join(config: Config) -> Group | None:
                 f"process {local} of this machine has no GPU: start as many as it has GPUs"
             )
         torch.cuda.set_device(local)
-        # NCCL then raises an error if another process is lost, instead of killing this process.
+        # If another process is lost, NCCL then raises an error instead of killing this process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         backend = "cpu:gloo,cuda:nccl"
     group = Group(rank, world, config.run.timeout, backend)
@@ -230,7 +230,8 @@ def agree(job: Job, group: Group) -> None:
 def with_received_noise(job: Job, group: Group) -> Job:
     """Return the job with the noise multipliers that rank 0 sends to all other ranks.
 
-    In a resumed run rank 0 reads the multipliers from its ledger, which other ranks cannot read.
+    In a resumed run rank 0 reads the multipliers from the ledger, which other processes cannot
+    read.
     """
     multipliers = torch.empty(job.plan.clients, dtype=torch.float64)
     group.broadcast(multipliers)
@@ -259,7 +260,7 @@ class Distributed:
         try:
             return self._together(t, state, clients), len(clients)
         except BaseException:
-            # The other processes still compute this round and would not understand a command. Mark
+            # The other processes are still computing this round and cannot receive a command. Mark
             # the group as broken, so that `close` does not send STOP.
             self._group.broken = True
             raise
@@ -308,7 +309,7 @@ def follow(job: Job, group: Group) -> None:
 
 
 def share_of(fleet: Fleet, group: Group, t: int, state: State, clients: Sequence[int]) -> Message:
-    """Return the weighted sum of the messages of this rank's clients; `{}` if it has no clients.
+    """Return the weighted sum of the messages of this process's clients; `{}` without clients.
 
     clients  the whole cohort, of which this rank computes every `world`-th client
     """
@@ -336,7 +337,7 @@ def _follow_round(
     group.broadcast(flat)
     state = first.with_tensors({**first.tensors(), **unpacked(flat, wanted)}, clip)
     part = clients[group.rank :: group.world]
-    # Rank 0 keeps all stored vectors. This rank receives those of its clients for one round.
+    # Rank 0 keeps all stored vectors. This process gets those of its clients for one round.
     fleet.memory = ClientStates(names, size, Path(), int(1e18))
     if names and part:
         seen = torch.empty(len(part), dtype=torch.int64)
@@ -347,7 +348,7 @@ def _follow_round(
         before = [i for i, had in zip(part, known.tolist(), strict=True) if had]
         fleet.memory.put(t - 1, before, {name: rows[known, j] for j, name in enumerate(names)})
     message = share_of(fleet, group, t, state, clients)
-    # Rank 0 sends the length of the sum, because a rank without clients has no message to measure.
+    # Rank 0 sends the length of the sum, because a process without clients has no message.
     length = group.header()[0]
     sums = torch.zeros(length, device=job.device)
     if part:

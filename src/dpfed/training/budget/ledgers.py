@@ -23,13 +23,14 @@ from dpfed.privacy.published import show_setting
 from dpfed.training.budget.spending import Budget
 from dpfed.training.job.job import Job
 
-# File name of a real client's ledger in its state folder.
+# File name of a real client's privacy ledger, inside the client's state folder.
 OWN_LEDGER = "ledger.db"
 # Client name of rows that add rounds to a run's plan and cost no privacy. In such a row, `steps` is
 # a number of rounds, and `round` is the least number of clients to draw from in these rounds.
 EXTENSION = "statement"
 CALIBRATION_TOLERANCE = 1e-4
-# Keys that the ledgers of earlier versions lack, with the values that hold for these ledgers.
+# Keys that ledgers of earlier versions of dpfed do not have, each with the value that was in use
+# then.
 ADDED = {"cohort_choice": "uniform", "max_rounds_per_client": "auto"}
 
 
@@ -78,7 +79,8 @@ def _open_or_create(
 ) -> Ledger:
     """Return the open ledger at `path`; create it with `statement` if missing.
 
-    lost       end of the error message if the ledger must exist and is missing; None: create it
+    lost       end of the error message for a missing ledger that must exist; None if it may be
+               created
     statement  facts that a new ledger stores
     """
     if path.exists():
@@ -114,11 +116,12 @@ def statement_of(job: Job, budget: Budget) -> dict[str, Any]:
 
 
 def _check_statement(ledger: Ledger, statement: dict[str, Any]) -> None:
-    # Do not compare `eligible` (numbers of clients and rounds): it changes when rounds are added.
+    # Leave out `eligible` (pairs of numbers of clients and rounds) from the comparison, because it
+    # changes when rounds are added to a run.
     compared = statement.keys() - {"eligible"}
     if ledger.meta.get("uncounted") is False:
-        # Do not compare `uncounted` if the ledger has False: earlier versions wrote False even if
-        # a run began with weights of unknown privacy spending.
+        # Leave out `uncounted` from the comparison if the ledger has False. Earlier versions wrote
+        # False even for starting weights of unknown privacy cost.
         compared -= {"uncounted"}
     for key in statement:
         if key in compared and ledger.meta.get(key, ADDED.get(key)) != statement[key]:
@@ -188,8 +191,8 @@ def _extend(job: Job, budget: Budget, ledger: Ledger) -> None:
             f"the ledger {ledger.path} was written for another plan: "
             "this is not the run it belongs to"
         )
-    # Write the new rounds as void rows: they cost no privacy, but hashes protect them like charges.
-    # One transaction writes all of them, so a crash leaves all rows or none.
+    # Write the new rounds as void rows, which cost no privacy, because hashes protect rows. One
+    # transaction writes all of them, so a crash leaves all or none.
     part = f"of {len(new)} rounds"
     kind = job.plan.mechanism(0)
     ledger.charge(

@@ -35,7 +35,7 @@ def choose_cohort(
     choice: CohortChoice,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Return the sorted numbers of `size` eligible clients, or of all of them if they are fewer.
+    """Return the sorted numbers of `size` eligible clients; of all of them if they are fewer.
 
     requests  number of rounds that each client was asked for so far
     choice    "balanced": take the clients with the fewest requests, and break ties at random;

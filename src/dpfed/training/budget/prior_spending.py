@@ -25,8 +25,8 @@ from dpfed.training.run_folder.embedded_record import METADATA, embed, embedded
 
 SPENDING = "dpfed.json"
 FORMAT = 1
-# Range of noise multipliers in a record. Outside this range epsilon overflows, so no run with
-# privacy can have used such a multiplier.
+# Smallest and largest noise multiplier in a spending record. Outside this range epsilon overflows,
+# so no run with privacy can have used such noise.
 LEAST_NOISE = 1e-3
 MOST_NOISE = 1e9
 
@@ -96,7 +96,7 @@ def prior_spending_of(config: Config) -> PriorSpending:
 def _recorded_or_not(
     config: Config, start: str, part: str
 ) -> tuple[SpendingRecord | None, str | None]:
-    """Return (spending record of the weights, None) or (None, name of weights without a record).
+    """Return (spending record of the weights, None), or (None, name of weights without record).
 
     The name is for a warning. For public weights, which need no record, return (None, None).
 
@@ -104,7 +104,8 @@ def _recorded_or_not(
     part   "model" or "adapter"
     """
     if part == "adapter" and not (Path(start).expanduser() / "adapter_config.json").is_file():
-        # Without this check, a misspelt path would silently begin a run with a new adapter.
+        # The folder has no adapter. Without this error, a misspelt path would begin a run with a
+        # new adapter.
         remedy = "give a folder written by peft"
         raise DpfedError(f"model.adapter = {start!r} has no adapter_config.json: {remedy}")
     try:
@@ -178,7 +179,7 @@ def record_of(start: str) -> SpendingRecord | None:
 
 def _local_records(start: Path) -> dict[str, str]:
     path = (start.parent if start.is_file() else start) / SPENDING
-    # `exists` would be False for a broken link, which must count as a damaged record.
+    # Use `lexists`: `exists` is False for a broken link, which must count as a damaged record.
     texts = {str(path): _read(path)} if os.path.lexists(path) else {}
     return texts | {f"the metadata of {file}": record for file, record in embedded(start).items()}
 

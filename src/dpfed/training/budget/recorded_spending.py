@@ -45,8 +45,8 @@ from dpfed.training.run_folder.files import (
     read_settings,
 )
 
-# Largest number of different histories (lists of charges) whose epsilons are computed one by one.
-# If there are more, one faster computation gives upper bounds of all epsilons.
+# Largest number of different histories (mechanisms and steps) whose epsilons are computed one by
+# one. For more histories, one faster computation gives upper bounds of all epsilons.
 MAX_EXACT_HISTORIES = 50
 BY_CHOICE = "the clients of a federation stay away as they like, so it equals the server's figure"
 REPEATED = "a round was attempted more than once, so it equals the server's figure"
@@ -221,8 +221,8 @@ def _largest(folder: Path, result: Mapping[str, Any], meta: Mapping[str, Any]) -
         return stated
     try:
         batch = float((read_settings(folder) or {})["privacy"]["batch"])
-        # Batch size / sampling rate is a client's size, or the mean size if all clients have the
-        # same rate. The largest client has the smallest rate.
+        # The batch size divided by the sampling rate is the size of a client, or the mean size if
+        # all clients have one rate. The largest client has the smallest rate.
         return max(1, math.floor(batch / min(float(rate) for rate, _ in meta["kinds"])))
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None

@@ -1,4 +1,4 @@
-"""First words of the note in run.json that says if the results of a run may be released."""
+"""First words of the release note in run.json, which says if a run's results may be released."""
 
 NO_PRIVACY = "no privacy"
 SEEDED = "simulation"

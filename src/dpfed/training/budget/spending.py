@@ -119,10 +119,11 @@ def _rounds_within(
 
 
 def coarser(plan: Plan) -> tuple[list[Mechanism], np.ndarray]:
-    """Return a few mechanisms that replace those of all clients, and the index of each client's.
+    """Return a few mechanisms, and for each client the index of its mechanism in this list.
 
-    Rates are rounded up and noise multipliers are rounded down. A client's new mechanism therefore
-    costs at least as much privacy as its mechanism in the plan.
+    These mechanisms replace those of the plan, to save time. Rates are rounded up and noise
+    multipliers are rounded down. A client's new mechanism therefore costs at least as much privacy
+    as its mechanism in the plan.
     """
     step = 0.05
     rates = np.minimum(1.0, np.exp(np.ceil(np.log(plan.rates) / step) * step))
@@ -220,7 +221,10 @@ class Spending:
         return cls(job, budget, ledger, charged if job.config.run.noise == "os" else saved)
 
     def eligible(self) -> np.ndarray:
-        """Return the numbers of the clients within their privacy budget and the cap on rounds."""
+        """Return the numbers of the clients that may take part in another round.
+
+        Their privacy budget and the limit on the rounds of one client (cap) allow it.
+        """
         limits = self._budget.limits if self._budget else None
         return eligible_clients(self.rounds_taken, self._job.schedule.cap, limits)
 
@@ -303,7 +307,8 @@ class Spending:
             return largest_epsilon(population, delta)
         kinds, kind_of_client = plan.kinds()
         if len(kinds) > MAX_EXACT_KINDS and prior:
-            # Do not use `coarser` here: its larger epsilon could exceed the planned server_worst.
+            # Do not use the mechanisms of `coarser` here: they cost more privacy, so the result
+            # could exceed the planned `server_worst`.
             return self._budget.planned.server(int(self.rounds_taken.max()))
         if len(kinds) > MAX_EXACT_KINDS:
             kinds, kind_of_client = coarser(plan)
@@ -325,7 +330,7 @@ class Spending:
         most = self.server_max()
         worst = max(planned.server_worst, most or 0.0)
         # The planned third_party epsilon assumes secret, random participation. It does not hold
-        # with repeated rounds, clients that decide themselves, or a cap (public round counts).
+        # with repeated rounds, a cap (public round counts), or clients that decide themselves.
         repeated = any(n > 1 for n in self._attempts.values())
         secret = not repeated and not self._by_choice and planned.cap is None
         return {

@@ -1,7 +1,7 @@
 """The type `Activity`: the progress of work inside a round, or before the first round, for display.
 
-Progress is never counted in records of a drawn batch, because their number is private. All other
-counts are public, or they stay in the process that has the records.
+An activity never counts the records of a drawn batch, because their number is private. Other counts
+are public, or they stay in the process that has the records.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from rich.progress import Progress, ProgressColumn
 from tqdm import TqdmWarning
 from tqdm.auto import tqdm
 
-# Class of IPython's shell in a notebook's kernel. A terminal's shell has another class.
+# Name of the class of IPython's shell in a notebook. IPython's shell on a terminal has another
+# class.
 NOTEBOOK_SHELL = "ZMQInteractiveShell"
 # Least number of seconds between two drawings of a notebook's bar.
 REDRAW_S = 0.2
@@ -67,7 +68,8 @@ class NotebookBar:
 
     def start(self) -> None:
         with warnings.catch_warnings():
-            # Hide tqdm's advice to install ipywidgets: without it tqdm draws a line of text.
+            # Hide tqdm's advice to install ipywidgets. If ipywidgets is missing, tqdm draws the bar
+            # as a line of text.
             warnings.simplefilter("ignore", TqdmWarning)
             self._bar = tqdm(total=self._total, leave=True)
 

@@ -37,7 +37,7 @@ class Callback:
 
 
 class OnStart(Callback):
-    """A callback that calls one function with the job (the prepared run) before the first round."""
+    """A callback that only calls one function, with the job (the prepared run), before round 1."""
 
     def __init__(self, function: Callable[[Job], None]) -> None:
         self._function = function

@@ -13,8 +13,8 @@ from dpfed.training.rounds import Progress
 from dpfed.training.run_folder.checkpoint import Checkpoints
 from dpfed.training.run_folder.folder import RunFolder
 
-# Least number of seconds between two checkpoints of a simulation on a GPU, where a round may take
-# less time than writing a checkpoint.
+# Least number of seconds between two checkpoints of a simulation on a GPU. A round there may take
+# less time than a checkpoint.
 MIN_INTERVAL_S = 1.0
 
 
@@ -40,8 +40,8 @@ class CheckpointWriter(Callback):
 
     def on_checkpoint(self, progress: Progress) -> None:
         known = self._remote.after(progress.t, progress.state) if self._remote else None
-        # If clients are on other machines, wait until the checkpoint is on disk: they can repeat
-        # only their last message, so a restarted server must not need an earlier one.
+        # If the clients are on other machines, wait until the checkpoint is on disk. They can
+        # repeat only their last message, so the server must resume from the newest round.
         wait = self._remote is not None
         rounds_taken = self._spending.rounds_taken
         self._checkpoints.save(progress, rounds_taken, known, self._folder.sync, wait=wait)

@@ -31,14 +31,18 @@ from dpfed.training.run_folder.files import read_rows
 
 FILE = "diagnostics.jsonl"
 BINS = 120
-# Range of log10(√v) and log10(|m|) in the histograms, which cover values from 1e-9 to 10.
+# Range of log10(√v) and log10(|m|) in the histograms, for the moments v and m of Adam. The
+# histograms cover values from 1e-9 to 10.
 DECADES = (-9.0, 1.0)
 # Number of rounds with histograms. These rounds are evenly spread over the run.
 POINTS = 5
 
 
 def refuse_real_noise(config: Config) -> None:
-    """Raise DpfedError if a run with real noise asks for diagnostics, which are not private."""
+    """Raise DpfedError if a run with secret noise asks for diagnostics, which are not private.
+
+    Secret noise (`run.noise = "os"`) protects real records. Seeded noise is only for simulations.
+    """
     if config.run.diagnostics and config.run.noise == "os":
         raise DpfedError(
             "run.diagnostics reads the clients' states and cannot be released: "
@@ -111,7 +115,7 @@ class Diagnostics(Callback):
         for name, counts in self._bins.items():
             row[f"{'sqrt_v' if name == 'v' else 'abs_m'}_histogram"] = counts.long().tolist()
             row["histogram_log10"] = [*DECADES]
-        # Replace NaN and infinity by null, because JSON has neither.
+        # JSON has neither NaN nor infinity, so replace both by null.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -130,5 +134,5 @@ class Diagnostics(Callback):
 
 
 def read_diagnostics(folder: Path) -> list[dict[str, Any]]:
-    """Return the diagnostics of each round as one dict per round, in the order of rounds."""
+    """Read a run's diagnostics; return one dict per round, in the order of rounds."""
     return read_rows(folder / FILE)

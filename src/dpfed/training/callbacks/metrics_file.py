@@ -10,7 +10,7 @@ from dpfed.training.run_folder.folder import RunFolder
 class MetricsFile(Callback):
     """Callback that writes the metrics of each round to the file `metrics.jsonl`.
 
-    It keeps the first and the last round of the run in `rounds`.
+    The attribute `rounds` keeps the first and the last round of the run.
     """
 
     def __init__(self, folder: RunFolder, rounds: list[Round]) -> None:

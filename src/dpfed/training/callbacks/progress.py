@@ -26,9 +26,10 @@ from dpfed.training.messages.message_size import traffic
 from dpfed.training.result import guarantee
 from dpfed.training.rounds import Round
 
-# Seconds without output after which a log without a progress bar prints the current activity.
+# Without a progress bar, the current activity is printed if there was no output for this many
+# seconds.
 SILENCE_S = 10.0
-# Approximate number of rounds of a run that a log without a progress bar prints.
+# Without a progress bar, lines about this many rounds (approximately) are printed in the whole run.
 ROUND_LINES = 10
 
 
@@ -102,7 +103,7 @@ class ProgressDisplay(Display, Callback):
         super().__exit__(*error)
 
     def say(self, *lines: str) -> None:
-        """Print lines on stderr, and measure the time without output from now on."""
+        """Print lines on stderr, and begin to measure the time without output again."""
         self._last_line = self._clock()
         super().say(*lines)
 

@@ -48,10 +48,10 @@ PUBLIC_RESULT_KEYS = (
     "versions",
     "python",
 )
-# Names of the planned epsilons, which are public. The epsilon server_max is secret, because it is
-# what a single client has spent.
+# Names of the planned epsilons, which are public. The third one, server_max, is secret: it is the
+# largest epsilon that a single client has spent.
 FIGURES = ("server_worst", "third_party")
-# Secret settings: the seed determines who takes part, the others name folders and clients.
+# Secret settings. The seed determines which clients take part; the others name folders and clients.
 HIDDEN = ("run.seed", "run.trackers", "model.adapter", "federation.clients", "federation.held_out")
 LEFT_OUT = (
     ("the seed", "it decides who takes part in which round"),

@@ -44,14 +44,16 @@ class TensorBoard:
     def start(self, settings: Settings) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run may log a round again. TensorBoard draws the new point over the old point.
+        # A resumed run may log a round again. TensorBoard then draws the new value in place of the
+        # old one.
         self._writer: Any = SummaryWriter(str(self._folder))
         text = "\n".join(f"    {key} = {value}" for key, value in settings.items())
         self._writer.add_text("configuration", text)
 
     def log(self, t: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            # Log the round's number as its time, because real times depend on private batches.
+            # Log the number of the round in place of the time, because real times depend on private
+            # batches.
             self._writer.add_scalar(name, value, t, walltime=float(t))
         self._writer.flush()
 
@@ -69,7 +71,7 @@ class Mlflow:
 
     def start(self, settings: Settings) -> None:
         if self._store.startswith("file:"):
-            # Newer versions of MLflow refuse to store runs in files unless this variable is set.
+            # Without this variable, newer versions of MLflow refuse to store runs in files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient
 
@@ -132,7 +134,8 @@ KINDS: dict[str, tuple[Callable[[Path], Tracker], str]] = {
 def refuse_missing(config: Config) -> None:
     """Raise DpfedError if a tracker of `run.trackers` is not installed, or not allowed.
 
-    Weights & Biases is not allowed with real noise, because it stores the times of rounds.
+    Weights & Biases is not allowed with secret noise (`run.noise = "os"`), because it stores the
+    times of rounds.
     """
     for name in config.run.trackers:
         if importlib.util.find_spec(KINDS[name][1]) is None:

@@ -90,7 +90,7 @@ def configured_source(
             f'data.name = "{data.name}" has classes: leave out model.task = "{task}", which needs '
             "other labels"
         )
-    # The `load` of most sources has no argument, because these sources only have classes as labels.
+    # The `load` of most sources takes no task, because these sources have only classes as labels.
     source: Source = load() if task == "classify" else load(task)
     return source
 
@@ -127,7 +127,7 @@ def refuse_unreleasable(config: Config, source: Source) -> None:
 
 
 def guesses_classes(config: Config, source: Source) -> bool:
-    """Return True if the number of classes, which shapes the model, was read off the labels."""
+    """Return True if the number of classes, a part of the model, comes from private labels."""
     if source.declared:
         return False
     is_causal = getattr(config.model, "is_causal", None)
@@ -158,8 +158,8 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
     test = encoded("test", source.test)
     targets = test.inputs.get("target_mask")
-    # The first token of a record is never predicted, because no token precedes it. Therefore a
-    # target there does not count.
+    # No token precedes the first token of a record, so it is never predicted. A target there does
+    # not count.
     if targets is not None and not targets[:, 1:].any():
         raise DpfedError(
             f"no test record has a target within model.max_length = {coder.max_length}: raise it, "
@@ -169,7 +169,7 @@ def tokenised(section: ModelSection, source: Source) -> Source:
 
 
 def refuse_unclear_task(section: ModelSection, source: Source) -> None:
-    """Raise DpfedError if it is unclear or impossible that the model learns labels or texts.
+    """Raise DpfedError if model and data do not determine whether labels or texts are learned.
 
     A language model with labelled data needs `model.task`. A classifier needs labels and texts.
     """
@@ -195,7 +195,7 @@ def refuse_unclear_task(section: ModelSection, source: Source) -> None:
 
 
 def shards_for(config: Config, source: Source, streams: Streams) -> Shards:
-    """Divide the training records among the clients; return the record numbers of each client.
+    """Divide the training records among the clients; return the indices of each client's records.
 
     `data.partition` names the rule of the division. Its random numbers come from the run's seed.
     """
@@ -331,8 +331,9 @@ def server_data(config: Config, device: torch.device) -> tuple[InputSpec, tuple[
     refuse_scoring(config.model, section is not None and section.evaluate_every > 0)
     if section is None or section.test_set:
         source = configured_source(config.data, config.model, "test")
-        # The server has no training records, so the test records take their place. An empty
-        # fingerprint turns off the token cache, whose training entry belongs to other records.
+        # The server has no training records, so use the test records in their place. An empty
+        # fingerprint turns off the cache of tokens, because its entry for the training records
+        # belongs to other records.
         source = tokenised(config.model, replace(source, train=source.test, fingerprint=""))
         test = records_of(scored_half(source.test, config.run.eval_on), device)
         return spec_of(source, config.model), source.classes, test

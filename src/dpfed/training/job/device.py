@@ -9,7 +9,7 @@ from dpfed.errors import DpfedError
 # Models with fewer parameters use one CPU thread, because more threads would cost more time than
 # they save.
 SMALL_MODEL = 1_000_000
-# The number of CPU threads before `set_threads` lowered it to one; an empty list until then.
+# The number of CPU threads before `set_threads` changed it to one; empty until then.
 _threads_before: list[int] = []
 
 

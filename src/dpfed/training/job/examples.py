@@ -48,8 +48,8 @@ def examples_of(job: Job, theta: Tensor) -> Examples:
     try:
         return Examples([_example(job, prompt, theta) for prompt in prompts_of(job)], [])
     except Exception as error:
-        # A model from the hub can raise any error here. An error in an example must not lose the
-        # trained run.
+        # A model from the Hugging Face hub may raise any error here. The run must not fail after
+        # training because of an example.
         return Examples([], [f"the model wrote no examples: {reason(error)}"])
 
 
@@ -80,7 +80,7 @@ def _prompts(job: Job) -> Iterator[Prompt]:
 
 
 def _room(job: Job, prompt: Prompt) -> int:
-    """Return the largest number of tokens that the model may write after a prompt."""
+    """Return the largest number of tokens that the model may generate after this prompt."""
     limit = getattr(inner_config(job.model.model), "max_position_embeddings", None)
     return NEW_TOKENS if limit is None else min(NEW_TOKENS, limit - len(prompt.ids))
 

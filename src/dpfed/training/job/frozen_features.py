@@ -36,8 +36,8 @@ class Basis:
     model       the head alone, or the whole model
     records     training records for `model`: features for the head, inputs for the whole model
     test        test records in the same format
-    notes       facts for the user to know
-    raw_inputs  training inputs from which the features were computed; None for the whole model
+    notes       sentences to show to the user
+    raw_inputs  training inputs from which the features were computed; None without features
     """
 
     model: PerSample
@@ -57,9 +57,9 @@ def basis_of(
 ) -> Basis:
     """Return the head with the features of all records, or the whole model with the records.
 
-    The choice depends on the setting run.features and on the memory of the device.
+    The choice depends on the setting run.features, on what is trained, and on the memory.
 
-    draws        expected number of record draws of the whole run
+    draws        expected number of records that the whole run draws, with repetitions
     on_activity  called with the number of records whose features are computed so far
     """
     device = ready.theta.device
@@ -98,14 +98,14 @@ def _feature_basis(
     cache: JobCache,
     on_activity: OnActivity,
 ) -> Basis | None:
-    """Return the head and the features, or None if the device has too little memory.
+    """Return the head and the features of all records, or None if the device lacks memory.
 
-    Training and test features have separate cache entries. The runs of a study have the same
-    training records, but they may use different halves of the test set.
+    Features of training and test records have separate cache entries: the runs of a study have the
+    same training records, but they may use different halves of the test set.
     """
 
     def make(table: Table) -> tuple[PerSample, Records]:
-        # Cache the head too, because runs can share a pass only if they use the same head object.
+        # Cache the head too: runs can be trained together only if they use the same head object.
         return parts.head, _records(parts.frozen, ready.theta, table, on_activity)
 
     model = Identity(ready.model)
@@ -123,7 +123,7 @@ def _feature_basis(
 def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSplit | str:
     """Return the frozen part and the head, or a text that says why the model cannot be split.
 
-    The split is tried on blank inputs. No private record is read.
+    The split is tested on inputs of zeros, so no private record is read.
     """
     if config.model.train != "head":
         return f'model.train = "{config.model.train}" trains more than the head'
@@ -137,8 +137,8 @@ def _split_model(config: Config, ready: ReadyModel, tables: JobTables) -> HeadSp
         for name, x in tables.train.inputs.items()
     }
     if "attention_mask" in blank:
-        # Mark all tokens as real, not padding. With padding only, pooled features are zero, and a
-        # wrong split would pass this test.
+        # Mark all tokens as real. If all were padding, pooled features would be zero, and a wrong
+        # split would pass the test.
         blank["attention_mask"].fill_(1)
     parts = split(ready.model, ready.theta, {name: x.to(device) for name, x in blank.items()})
     if isinstance(parts, str):

@@ -48,11 +48,11 @@ class PrivateRecords:
 
     Only the oracle, which computes noised gradients, may read them.
 
-    records        records of all clients on the device; if `raw_inputs` is set, their features
+    records        records of all clients on the device; if only the head is trained, their features
                    (outputs of the frozen layers)
-    shards         record numbers and protected units (records or persons) of each client
+    shards         indices of the records, and protected units (records or persons) of each client
     augmentations  random augmentation of each drawn record; None without augmentation
-    raw_inputs     training inputs if `records` has their features; None if the whole model trains
+    raw_inputs     the original inputs if `records` has features; None otherwise
     """
 
     records: Records

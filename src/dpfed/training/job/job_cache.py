@@ -27,7 +27,7 @@ class Identity:
 
 
 class JobCache:
-    """Cache for jobs, with one entry for each kind of object, such as "model".
+    """Cache that the jobs (prepared runs) of a process share, with one entry per kind of object.
 
     If an object of a kind is stored under a new key, it replaces the old entry of this kind.
 
@@ -54,7 +54,8 @@ class JobCache:
         """
         with self.lock:
             if kind not in self._entries or self._entries[kind][0] != key:
-                # Delete the old entry first, so that memory never holds two large entries.
+                # Delete the old entry before the new one is made, so that memory does not hold two
+                # large entries.
                 self._entries.pop(kind, None)
                 self._entries[kind] = (key, make())
             entry: T = self._entries[kind][1]

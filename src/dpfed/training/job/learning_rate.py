@@ -27,8 +27,8 @@ def with_number(config: Config, plan: Plan, schedule: Schedule, space: Space) ->
         gamma=algorithm.gamma,
         average=config.run.average,
         floor=algorithm.bc_floor if algorithm.bc and algorithm.bc_floor else 1.0,
-        # A cosine decay multiplies the rate by (1 + cos x)/2, with x from 0 to π over the rounds.
-        # The root mean square of this factor is sqrt(3/8).
+        # A cosine schedule multiplies the learning rate by (1 + cos x)/2, where x goes from 0 to π
+        # over the rounds. The root mean square of this factor is sqrt(3/8).
         schedule=1.0 if config.run.lr_schedule == "constant" else math.sqrt(3 / 8),
         part=part_of(config),
         fan_in=mean_fan_in(space),

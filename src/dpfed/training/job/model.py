@@ -28,8 +28,8 @@ from dpfed.training.job.job_cache import JobCache
 from dpfed.training.job.memory_advice import caused_by_memory, less_memory_advice
 
 PRECISION = {"float32": torch.float32, "bf16": torch.bfloat16}
-# Runs with fewer local steps are not compiled. Compiling takes minutes and makes each step only a
-# third faster.
+# Shorter runs (fewer local steps) are not compiled. Compilation takes minutes, and it makes each
+# step only a third faster.
 MIN_STEPS_TO_COMPILE = 20_000
 
 
@@ -141,7 +141,7 @@ def _checked_model(
 
 
 def worth_compiling(config: Config, device: torch.device) -> bool:
-    """Return True if the model can be compiled and the run is long enough to gain time from it."""
+    """Return True if the model can be compiled and the run is long enough to gain time by it."""
     if config.privacy.isolation == "exact" or device.type != "cuda":
         return False
     return config.run.rounds * config.run.local_steps >= MIN_STEPS_TO_COMPILE

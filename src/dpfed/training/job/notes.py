@@ -53,9 +53,9 @@ def data_notes(config: Config, source: Source, shards: Shards) -> list[str]:
 
 
 def dealt_note(config: Config) -> list[str]:
-    """Return a note if a run with real noise has simulated clients, else [].
+    """Return a note if a run with secret noise (`run.noise = "os"`) has simulated clients, else [].
 
-    The note says that the guarantee holds for the records that the simulation assigns to a client.
+    The note says that the guarantee covers records as the simulation assigns them to clients.
     """
     rule = config.data.partition
     if config.run.noise != "os" or rule == "natural":
@@ -144,7 +144,7 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 
 def _shortened(names: Sequence[str]) -> str:
     """Return the first MAX_NAMES names, joined by commas, and "..." if there are more."""
-    # Names from files may contain line breaks. Replace these by blanks, because a note must stay on
-    # one line.
+    # Names from files may contain line breaks. Replace these by spaces, so that a note stays on one
+    # line.
     shown = [" ".join(name.split()) for name in names[:MAX_NAMES]]
     return ", ".join([*shown, *["..."] * (len(names) > MAX_NAMES)])

@@ -1,7 +1,8 @@
-"""The score on the server's public data that ends a run early or chooses its best round.
+"""Compute the score on the server's public test set that ends a run early or chooses a round.
 
-Public data and released models alone decide, so the choice costs no privacy. The planned epsilon
-holds for every possible end. A round that does not happen is not charged.
+The choice depends only on public data and on models that are already released, so it costs no
+privacy. The planned epsilon is right for every possible last round. If the run ends early, the
+ledger is not charged for the rounds left out.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 Predictions are probabilities `[records, classes]`. For regression they are numbers `[records]`.
 """
-# Values of run.metric that fit each task. The metrics in EVALUATED follow from `evaluate`.
+# Values of run.metric that fit each task. "given" stands for a function that the user provides.
 METRICS = {
     "classify": ("accuracy", "loss", "macro_f1", "auroc", "given"),
     "multilabel": ("accuracy", "loss", "macro_f1", "auroc", "given"),
     "regress": ("r2", "mae", "loss", "given"),
     "causal": ("accuracy", "loss", "perplexity"),
 }
+# Metrics that follow from the accuracy and the loss, which `evaluate` computes for every run.
 EVALUATED = ("accuracy", "loss", "perplexity", "r2")
 # Metrics of which a smaller value is better.
 ERRORS = ("loss", "perplexity", "mae")
@@ -50,7 +52,7 @@ _given: ContextVar[Metric | None] = ContextVar("metric", default=None)
 
 @contextmanager
 def given_metric(metric: Metric | None) -> Iterator[None]:
-    """Use this function as the metric of runs with `run.metric = "given"`, within this context."""
+    """Use the function `metric` for runs with `run.metric = "given"` inside the `with` block."""
     token = _given.set(metric)
     try:
         yield
@@ -82,13 +84,13 @@ def refuse_metric(job: Job) -> None:
 
 
 def _choices(task: str) -> str:
-    """Return the metrics of a task in words: "accuracy, loss or macro_f1"."""
+    """Return the metrics that fit a task in words, such as "accuracy, loss or macro_f1"."""
     words = [phrase("given metric") if name == "given" else name for name in METRICS[task]]
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _refuse_absent(job: Job) -> None:
-    """Raise DpfedError for a class that no test record has, or that all test records have."""
+    """Raise DpfedError if AUROC is undefined: no test record has some class, or all have it."""
     members = _members(job.public.test.labels.cpu().numpy(), len(job.public.classes)).mean(0)
     absent = np.flatnonzero((members == 0) | (members == 1))
     if len(absent):
@@ -114,7 +116,10 @@ def with_scores(job: Job, round: Round, theta: Tensor) -> Round:
 
 
 def _other_score(job: Job, theta: Tensor) -> float | None:
-    """Return the value of `run.metric`; None for a metric in EVALUATED, or without a test set."""
+    """Return the value of `run.metric` for `theta` if `evaluate` does not compute it already.
+
+    Return None for a metric in EVALUATED, without a test set, or if a prediction is not finite.
+    """
     metric = metric_of(job)
     if metric in EVALUATED or len(job.public.test.labels) == 0:
         return None
@@ -130,7 +135,7 @@ def _other_score(job: Job, theta: Tensor) -> float | None:
     try:
         value = float(function(labels, found))
     except Exception as error:
-        # The function of another program can raise errors of any class.
+        # The user's function can raise errors of any class, so catch all of them.
         raise DpfedError(f"metric failed on the test set: {reason(error)}") from error
     if not math.isfinite(value):
         raise DpfedError(f"metric failed on the test set: it must be a finite number, not {value}")
@@ -138,7 +143,7 @@ def _other_score(job: Job, theta: Tensor) -> float | None:
 
 
 def predictions(job: Job, theta: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels and predictions of the test set, as a `Metric` takes them."""
+    """Return labels and predictions of the test set, in the form that a `Metric` takes."""
     predict = job.model.task.predict
     found = [(y.cpu(), predict(scores).cpu()) for scores, y in scored_batches(job, theta)]
     labels, predicted = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
@@ -165,13 +170,16 @@ def auroc(labels: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def _members(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return 0 or 1 for each record and class, `[records, classes]`."""
+    """Return 1 for each record and class if the record has the class, else 0: a matrix."""
     members: np.ndarray = labels if labels.ndim == 2 else np.eye(classes, dtype=np.uint8)[labels]
     return members
 
 
 def chosen_score(job: Job, round: Round) -> float | None:
-    """Return the score of a round by which rounds are compared; larger is better."""
+    """Return the score that compares rounds, or None if there is none; larger is better.
+
+    It is the value of `run.metric`, with a minus sign if smaller values of the metric are better.
+    """
     metric = metric_of(job)
     value = _value(metric, round)
     return -value if value is not None and metric in ERRORS else value
@@ -189,7 +197,7 @@ def _value(metric: str, round: Round) -> float | None:
 
 
 def kept_round(job: Job, last: Round) -> Round:
-    """Return the last round; with `run.keep = "best"`, with vector and scores of the best round."""
+    """Return the last round; if `run.keep` is "best", give it vector and scores of the best one."""
     if job.config.run.keep != "best" or last.best is None:
         return last
     theta = last.best.theta
@@ -197,7 +205,7 @@ def kept_round(job: Job, last: Round) -> Round:
 
 
 def choice_of(job: Job, kept: Round) -> dict[str, Any]:
-    """Return two entries for a result, or fewer.
+    """Return the entries of a run's result that say how the kept round was chosen.
 
     metric      name and value of the metric, if it is not accuracy
     kept_round  number of the best round, if `run.keep = "best"`

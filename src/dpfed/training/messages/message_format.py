@@ -30,7 +30,8 @@ BLOCK = 512
 LARGEST = 127
 NUMBER_BYTES: dict[MessageFormat, int] = {"float32": 4, "bf16": 2, "int8": 1}
 SCALE = ".scale"
-# Smaller scales of int8 blocks are set to 0, because arithmetic with them is not exact in float32.
+# Scales of int8 blocks below this value are set to 0, because float32 arithmetic with such small
+# numbers is not exact.
 SMALLEST = torch.finfo(torch.float32).tiny
 
 Draw = Callable[[int], Tensor]
@@ -86,7 +87,8 @@ def encode(values: Mapping[str, Tensor], layout: Layout, draw: Draw) -> dict[str
     draw    source of random numbers for rounding
     """
     sent: dict[str, Tensor] = {}
-    # Draw random numbers in the order of names, so that the order of `values` has no effect.
+    # Draw the random numbers in alphabetical order of names. The order of `values` then has no
+    # effect.
     for name in sorted(values):
         value = values[name]
         match layout[name].format:
@@ -120,10 +122,11 @@ def to_int8(value: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     blocks = pad(value.abs(), (0, -len(value) % BLOCK)).view(-1, BLOCK)
     scales = blocks.amax(1) / LARGEST
     scales = scales.where(~(scales < SMALLEST), 0.0)
-    # In a block whose scale is 0, divide by infinity, which gives zeros. Dividing by 0 gives NaN.
+    # If the scale of a block is 0, divide by infinity, which gives zeros. A division by 0 would
+    # give NaN.
     steps = value / _each(scales.where(scales != 0, math.inf), len(value))
-    # Compare `uniform` with `steps - low`, which is exact in float32. Adding `uniform` to large
-    # `steps` would round it.
+    # Compare `uniform` with `steps - low`, a difference that is exact in float32. A sum of
+    # `uniform` and large `steps` would be rounded.
     low = steps.floor()
     rounded = low + (uniform < steps - low)
     return rounded.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8), scales

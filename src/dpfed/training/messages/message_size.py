@@ -63,8 +63,8 @@ def layouts(
     server, _, message = _meta_round(algorithm, space, varying_phi)
     up = {name: value.shape[1] for name, value in message.items()}
     if varying_phi:
-        # Quantile clipping adds one number to each client's message: the noised fraction of
-        # gradients with a norm of at most the clip norm.
+        # With quantile clipping, a client also sends a number: the noised fraction of gradients
+        # whose norm is at most the clip norm.
         up["below"] = 1
     down = {name: len(getattr(server, name)) for name in algorithm.broadcast}
     return (
@@ -106,7 +106,7 @@ def _meta_round(
 
 
 class _MetaSpace:
-    """Replacement for `Space` on meta tensors, whose methods return tensors of the right shape.
+    """Replacement for `Space` on meta tensors; its methods return tensors of the right shape.
 
     `Space` itself needs to know the block of each number. Such an index has values, and meta
     tensors have none.
@@ -125,7 +125,7 @@ class _MetaSpace:
 
 
 class _MetaOracle:
-    """Replacement for the oracle, which returns gradients of the right shape but without values."""
+    """Replacement for the oracle on meta tensors; its gradients have a shape but no values."""
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(theta), torch.empty(1, 1, device=META)

@@ -33,7 +33,7 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.server_state import State
 
 FORMAT = 1
-# Errors that the readers of JSON and tensors raise for damaged files.
+# Errors that the readers of JSON and tensor files raise if a file is damaged.
 DAMAGE = (
     OSError,
     ValueError,
@@ -46,7 +46,7 @@ DAMAGE = (
     RecursionError,
     SafetensorError,
 )
-# With two checkpoints, a run can resume from the older file if the newest file is damaged.
+# Number of checkpoints to keep. If the newest one is damaged, a run can resume from the one before.
 CHECKPOINTS_STORED = 2
 
 
@@ -177,8 +177,8 @@ class Checkpoints:
             rounds_taken = np.zeros(int(index["clients"]), dtype=np.int64)
             for client, count in index["taken"].items():
                 rounds_taken[int(client)] = count
-            # Remove folders from file names, so that a damaged index cannot name files outside the
-            # checkpoint's folder.
+            # Keep only the file's name and drop any folders. A damaged index then cannot point to
+            # files outside the checkpoint's folder.
             memory = {
                 int(i): Entry(Path(file).name, str(sha))
                 for i, (file, sha) in index["memory"].items()
@@ -223,14 +223,15 @@ class Checkpoints:
                 memory = json.loads(path.read_text(encoding="utf-8"))["memory"]
                 named |= {str(file) for file, _ in memory.values()}
             except DAMAGE:
-                # This index is unreadable and may name any memory file, so keep all of them.
+                # This index is unreadable, so it is unknown which memory files it needs. Delete
+                # none of them.
                 return
         with suppress(OSError):
             self._memory.prune(named)
 
 
 def index_hash(index: dict[str, Any]) -> str:
-    """Return the SHA-256 of the index of a checkpoint, which must not have the key "sha256"."""
+    """Return the SHA-256 of a checkpoint's index; the caller first removes the key "sha256"."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 

@@ -30,7 +30,8 @@ def _embed_one(path: Path, record: str) -> None:
         header = json.loads(tensors.read(length))
         header["__metadata__"] = {**header.get("__metadata__", {}), METADATA: record}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Pad the JSON header to a multiple of 8 bytes: the tensors after it must be aligned.
+        # Pad the JSON header with blanks to a multiple of 8 bytes, because the tensors after it
+        # must be aligned in memory.
         text += b" " * (-len(text) % 8)
 
         def write(file: IO[bytes]) -> None:

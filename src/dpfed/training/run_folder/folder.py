@@ -44,7 +44,7 @@ from dpfed.training.run_folder.files import (
 from dpfed.training.server_state import State
 
 LOCK = ".lock"
-# Files that a run leaves if it is killed before its configuration is written.
+# Files that are in the folder of a run that was killed before it wrote its configuration.
 UNFINISHED = {LOCK, f".{CONFIG}.part"}
 PACKAGES = ("dpfed", "torch", "transformers", "peft", "dp-accounting", "numpy")
 
@@ -193,7 +193,8 @@ class RunFolder:
         self._write(RESULT, json.dumps(full, indent=2, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        # Ignore errors: on a full disk closing fails too, and its error would hide the first one.
+        # Ignore errors here. On a full disk closing fails too, and its error would hide the first
+        # error.
         with suppress(OSError):
             self._metrics.close()
         self._lock.close()
@@ -262,8 +263,8 @@ def _reopened(path: Path) -> IO[str]:
 def refuse_occupied(path: Path, force: bool) -> None:
     """Raise DpfedError if the folder for a new run contains a run or other files.
 
-    With `force` it may contain a run that the new run replaces. A run that has released values
-    with real noise is never replaced, because its ledger must be kept.
+    With `force` it may contain a run that the new run replaces. A run that has released values with
+    secret noise (`run.noise = "os"`) is never replaced, because its ledger must be kept.
     """
     if (path / CONFIG).exists():
         if not force:
@@ -280,9 +281,10 @@ def refuse_occupied(path: Path, force: bool) -> None:
 
 
 def _has_real_releases(path: Path) -> bool:
-    """Return True if the privacy ledger in the folder records releases with real noise.
+    """Return True if the privacy ledger in the folder records releases with secret noise.
 
-    Such a ledger must be kept, because the privacy remains spent.
+    Secret noise (`run.noise = "os"`) protects real records. Such a ledger must be kept, because the
+    privacy remains spent.
     """
     if not (path / LEDGER).exists():
         return False

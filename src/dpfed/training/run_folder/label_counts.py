@@ -17,7 +17,8 @@ from dpfed.training.run_folder.atomic_file import write_file
 from dpfed.training.run_folder.files import LABEL_COUNTS
 
 RELEASE = "not private: counts of simulated clients' labels, for the operator only"
-# Largest number of cells (clients times labels) of a table. A page could not show a larger table.
+# Largest number of cells (clients times labels) of the table in the file. A report page cannot show
+# more.
 MAX_CELLS = 1_000_000
 
 
@@ -34,14 +35,16 @@ def label_counts(labels: np.ndarray, shards: Shards, classes: int) -> np.ndarray
     own = [labels[shards.of(client)] for client in range(len(shards))]
     if labels.ndim == 2:
         return np.stack([rows.sum(0) for rows in own])
-    # For data without classes every label is 0. Cut the result, because `bincount` counts zeros.
+    # Cut the counts to `classes` columns. Data without classes have label 0 everywhere, which
+    # `bincount` would count in a column.
     return np.stack([np.bincount(rows, minlength=classes)[:classes] for rows in own])
 
 
 def write_label_counts(folder: Path, job: Job) -> None:
     """Write the number of records of each label at each simulated client to the run folder.
 
-    Write nothing for a run with real noise, a task without classes, or a very large table.
+    Write nothing for a run with secret noise (`run.noise = "os"`), a task without classes, or a
+    very large table.
     """
     classes = job.public.classes
     shards = job.private.shards

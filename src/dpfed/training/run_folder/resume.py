@@ -23,7 +23,7 @@ from dpfed.training.run_folder.files import (
 MAY_CHANGE = ("eval_every", "checkpoint_every", "memory_limit", "threads", "timeout", "trackers")
 # Keys of other sections that may change, because no result of the run depends on them.
 MAY_CHANGE_ELSEWHERE = {
-    # This key matters only when a run begins.
+    # This key is only read when a run begins.
     "privacy": ("allow_large_delta",),
     # These keys set how long and how often a federation server tries to reach its clients.
     "federation": ("timeout", "retries", "patience"),

@@ -16,11 +16,8 @@ from zoo_case import ZooCase, save, text_spec, with_train
 from dpfed.model.per_sample.gradients import PerSample, has_experts
 from dpfed.model.per_sample.places import (
     CHOICES,
-    MAX_OPERATIONS_TO_SEARCH,
-    SHARED_PLACES,
     expected_passes,
     failing_part,
-    kinds_of_places,
     operations,
     places_for,
     same_bits,
@@ -258,64 +255,9 @@ def test_the_number_of_places_follows_from_the_cost_of_a_record() -> None:
     assert {small, vit_small, large} <= set(CHOICES)
     assert places_for(2e10, "cuda") > large
     settle_places(case.ready, case.theta, FEATURES, 3, 13, generator())
-    assert case.ready.kinds == 4
     assert case.ready.places == 4, "4 places of 3 rows are 12"
     settle_places(case.ready, case.theta, FEATURES, 3, 2, generator())
     assert (case.ready.places, case.ready.alone) == (1, None)
-
-
-def by_place(period: int) -> Any:
-    """Return a layer that rounds a record by its place modulo `period`."""
-
-    def layer(y: Tensor) -> Tensor:
-        first = (torch.arange(len(y)) % period == 0).unsqueeze(1)
-        return torch.where(first, y * 3.3, y * 1.1 * 3)
-
-    return layer
-
-
-@pytest.mark.parametrize("period", [2, 4, 8])
-def test_the_search_finds_how_many_kinds_of_places_there_are(period: int) -> None:
-    case = Case(spread(Mixing(by_place(period))))
-    shape = (SHARED_PLACES, 1)
-    found = kinds_of_places(case.ready, case.theta, FEATURES, shape, generator())
-    assert found == period
-    settle_places(case.ready, case.theta, FEATURES, 1, 512, generator())
-    assert (case.ready.places, case.ready.kinds) == (SHARED_PLACES, period)
-
-
-@pytest.mark.parametrize("period", [3, 5, 16, 72])
-def test_a_model_of_too_many_kinds_has_no_passes_that_share_them(period: int) -> None:
-    case = Case(spread(Mixing(by_place(period))))
-    shape = (SHARED_PLACES, 1)
-    assert kinds_of_places(case.ready, case.theta, FEATURES, shape, generator()) is None
-    settle_places(case.ready, case.theta, FEATURES, 1, 512, generator())
-    assert case.ready.places == case.ready.kinds == max(CHOICES)
-
-
-def test_kinds_are_looked_for_in_small_models_and_wide_passes_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = Case(spread(Mixing(by_place(2))))
-    settle_places(case.ready, case.theta, FEATURES, 1, SHARED_PLACES - 1, generator())
-    assert case.ready.places == case.ready.kinds == max(CHOICES)
-    costly = "dpfed.model.per_sample.places.operations"
-    monkeypatch.setattr(costly, lambda *_: 1.01 * MAX_OPERATIONS_TO_SEARCH)
-    settle_places(case.ready, case.theta, FEATURES, 1, 512, generator())
-    assert case.ready.places == case.ready.kinds > 1
-
-
-def test_a_change_that_few_records_show_is_found() -> None:
-    """One in eight records has another rounding at odd places."""
-
-    def rarely(y: Tensor) -> Tensor:
-        odd = (torch.arange(len(y)) % 2 == 1).unsqueeze(1)
-        rare = (y[:, :1].abs() * 1000).frac() < 0.125
-        return torch.where(odd & rare, y * 1.1 * 3, y * 3.3)
-
-    case = Case(spread(Mixing(rarely)))
-    shape = (SHARED_PLACES, 1)
-    assert kinds_of_places(case.ready, case.theta, FEATURES, shape, generator()) == 2
 
 
 def test_expected_passes_are_the_mean_load_of_the_fullest_place() -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfed.accel.gradient_matrices import GradientMatrices
-from dpfed.privacy.clipping import Clipping, row_norms
+from dpfed.privacy.clipping import Clipping
 from dpfed.privacy.isolation.exact_sum import ExactSum
 from dpfed.privacy.sampling import DrawnBatch
 
@@ -46,9 +45,7 @@ def batch_of(sizes: list[int], client: list[int], place: list[int]) -> DrawnBatc
 
 def sums(rows: Tensor, batch: DrawnBatch, places: int, **how: Any) -> tuple[Tensor, Tensor]:
     gradients: Any = Gradients(rows)
-    kinds = how.get("kinds", places)
-    rule = how.get("rule", Clipping())
-    exact = ExactSum(gradients, places, kinds, CLIP, rule, how.get("steps"))
+    exact = ExactSum(gradients, places, CLIP, how.get("rule", Clipping()), how.get("steps"))
     return exact.sums(torch.zeros(2, rows.shape[1]), batch, how.get("watch"))
 
 
@@ -92,32 +89,11 @@ def test_a_unit_that_is_not_finite_counts_as_zero_and_leaves_nothing_at_its_plac
 def test_memory_and_passes_do_not_grow_with_a_unit() -> None:
     rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
     gradients: Any = Gradients(rows)
-    exact = ExactSum(gradients, 4, 1, CLIP, Clipping(), None)
+    exact = ExactSum(gradients, 4, CLIP, Clipping(), None)
     total, _ = exact.sums(torch.zeros(2, 5), batch_of([39, 1], [0, 1], [3, 3]))
     assert gradients.passes == [4] * 40
     mean = rows[:39].double().mean(0)
     torch.testing.assert_close(total[0], mean * min(1.0, CLIP / float(mean.norm())))
-
-
-def test_units_of_single_records_share_kinds() -> None:
-    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    batch = batch_of([1] * 6, [0, 0, 1, 1, 1, 0], [5, 1, 3, 1, 1, 7])
-    gradients: Any = Gradients(rows)
-    exact = ExactSum(gradients, 8, 2, CLIP, Clipping(), None)
-    total, _ = exact.sums(torch.zeros(2, 5), batch)
-    assert gradients.passes == [8, 8], "all six have an odd place, and a pass has four"
-    wanted, _ = sums(rows, batch, 8)
-    torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("sizes", [[1], [10], [255, 3], [6026], [2**15, 7], [2**15 + 64]])
-def test_a_gradient_is_clipped_alike_at_all_places(sizes: list[int]) -> None:
-    """Places of one kind differ in their addresses, also while the norm is computed."""
-    generator = torch.Generator().manual_seed(0)
-    for scale in (1e-12, 1.0, 1e12):
-        one = [scale * torch.randn(1, size, generator=generator) for size in sizes]
-        norm = row_norms(GradientMatrices.of([g.expand(72, -1).double() for g in one]).matrices)
-        assert torch.equal(norm, norm[:1].expand(72))
 
 
 class Counting(Gradients):
@@ -144,7 +120,7 @@ def test_memory_follows_from_the_shape_of_a_pass_alone(several: bool) -> None:
         if not several and max(sizes) > 1:
             continue
         gradients: Any = Counting(rows, places=7)
-        exact = ExactSum(gradients, 7, 7, CLIP, Clipping(), None, several)
+        exact = ExactSum(gradients, 7, CLIP, Clipping(), None, several)
         exact.sums(torch.zeros(2, 5), batch_of(sizes, [0] * len(sizes), [0] * len(sizes)))
         assert len(gradients.alive) == sum(sizes)
         alive |= set(gradients.alive)

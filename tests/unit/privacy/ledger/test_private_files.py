@@ -101,6 +101,7 @@ WRITING = ("privacy", "training", "federation")
 BY_UMASK = {
     "training/run_folder/atomic_file.py": {"mkdir"},
     "training/export.py": {"mkdir"},
+    "training/layers_model.py": {"mkdir"},
     "training/run_folder/folder.py": {"mkdir"},
     "federation/client/storage.py": {"mkdir"},
     "federation/flower/app_folder.py": {"mkdir", "write_bytes"},

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 from command import dpfed
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpfed.api.configuring import prepared
 from dpfed.config import build
 from dpfed.data.partition import shards_of
 from dpfed.errors import DpfedError
+from dpfed.model.given_module import given_module
 from dpfed.privacy.sampling import DrawnBatch
 from dpfed.registry import registry
+from dpfed.training.auditing import server_attack
 from dpfed.training.auditing.server_attack import (
     LARGEST,
     SLACK,
@@ -138,3 +141,55 @@ def test_the_command_prints_the_largest_movement(
     )
     assert dpfed(*exact) == 4
     assert "DISPROVED" in capsys.readouterr().out
+
+
+def logits_that_round_differently() -> tuple[float, float]:
+    """Return two numbers with equal sigmoids in long vectors, but not in short ones.
+
+    Kernels compute the last numbers of a tensor one by one. The result can differ in its last bit.
+    """
+    x = torch.linspace(9, 12, 400_000)
+    in_vectors = x.sigmoid()
+    alone = torch.cat([part.clone().sigmoid() for part in x.split(7)])
+    same = in_vectors == alone
+    for i in (~same).nonzero().flatten().tolist():
+        partners = ((in_vectors == in_vectors[i]) & same).nonzero().flatten()
+        if len(partners):
+            return float(x[i]), float(x[int(partners[0])])
+    pytest.skip("this machine computes sigmoids of long and short vectors alike")
+
+
+def test_rare_differences_of_kernels_do_not_break_an_exact_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The theta makes two scores of every record cancel, except where a kernel rounds otherwise."""
+    units = 500
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1200, 6)).astype(np.float32)
+    y = (rng.random((1200, 3)) < 0.5).astype(int)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    settings = {"privacy.isolation": "exact", "run.seed": 23}
+    given = {"task": "multilabel", "clients": 2, "settings": settings}
+    source, config = prepared(model, (x, y), (x[:50], y[:50]), given)
+    with given_module(model):
+        job = prepare(config, source)
+    one, other = logits_that_round_differently()
+    row = 1024.0 * torch.tensor([1.0, -1.0] * 8)
+    parts = {
+        "0.weight": torch.zeros(16, 6),
+        "0.bias": torch.full((16,), 2.0**-20),
+        "2.weight": torch.stack([row, -row, torch.zeros(16)]),
+        "2.bias": torch.tensor([one, other, 12.0]),
+    }
+    named = [next(v for k, v in parts.items() if name.endswith(k)) for name in job.space.names]
+    monkeypatch.setattr(server_attack, "MAX_UNITS", units)
+    rows, _ = job.private.shards.slots(0, np.arange(units))
+    features = torch.zeros(units, 6)
+    features[::72, 0] = 1e3
+    features[64::72, 0] = -1e3
+    records = job.private.records
+    records.inputs[next(iter(records.inputs))][torch.from_numpy(rows)] = features
+    records.labels[torch.from_numpy(rows)] = 1
+    target = server_attack._Target(job, AttackedOracle)
+    assert target.movement(torch.cat([part.flatten() for part in named])) <= 1 + SLACK
