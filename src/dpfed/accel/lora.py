@@ -66,9 +66,10 @@ def _outer(
     x, low, out, n, d, r, s, x_m, low_m, out_m,
     N: tl.constexpr, R: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `s xᵀ low` for D columns of one sample: `[D, r]`, or the transpose if WIDE.
+    """Compute `s xᵀ low` of one sample, for D of the d columns of `x`, with the LoRA scale s.
 
-    `low` is `[n, r]` with LoRA rank r and `x` is `[n, d]`, both for the n positions of the sample.
+    `x` is `[n, d]` and `low` is `[n, r]`, for the n positions of the sample and LoRA rank r. The
+    result is `[D, r]`. If WIDE, its transpose `[r, D]` is stored instead.
     """
     sample = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * D + tl.arange(0, D)

@@ -1,4 +1,4 @@
-"""`dpfed model`: show the trainable tensors and their blocks, or join the layers of an encoder."""
+"""`dpfed model`: list the trainable tensors, or write a classifier that reads all layers."""
 
 from __future__ import annotations
 

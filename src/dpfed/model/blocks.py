@@ -67,9 +67,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 def inner_config(model: Any) -> Any:
     """Return the configuration of the Transformer inside `model`, a model or a configuration.
 
-    A model with several parts, such as images and text, has this entry under `text_config`, and a
-    classifier on all layers has it under `body_config`. Without such an entry, return the whole
-    configuration.
+    A model with several parts, such as images and text, keeps it under `text_config`. A classifier
+    that reads the outputs of all layers keeps it under `body_config`. Without such an entry, return
+    the whole configuration.
     """
     config = getattr(model, "config", model)
     return getattr(config, "body_config", getattr(config, "text_config", config))

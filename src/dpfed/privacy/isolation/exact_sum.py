@@ -88,9 +88,12 @@ class ExactSum:
         means: UnitMeans,
         watch: Watch | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return sums and counts of one pass. Its gradients are freed when the method returns.
+        """Return each client's sum of clipped gradients and its count, for the records of one pass.
 
-        own  index, client and random keys of the record at each place, by column name
+        The gradients are freed when the method returns.
+
+        own  for the record at each place: its index, its client and the random keys of its dropout
+             and augmentations, by column name
         """
         grads = self.gradients.of_columns(theta, own)
         if watch is not None:
@@ -101,9 +104,10 @@ class ExactSum:
     def _units(
         self, client: np.ndarray, turn: Turn, clients: int, device: torch.device
     ) -> UnitRows:
-        """Return the client of each place, and if the place counts.
+        """Return the client of the record at each place, and a mask of complete units.
 
-        A place counts if it holds the last record of its unit, so that the unit is complete.
+        The mask is True at a place with the last record of a unit. Only then is the unit's mean
+        gradient complete, so that it may be added to the sum.
         """
         complete = torch.from_numpy(turn.used & turn.last)
         return UnitRows(torch.from_numpy(client).to(device), complete.to(device), clients)
