@@ -84,8 +84,12 @@ def layers(
         f"{len(found.widths)} layers with {sum(found.widths)} numbers, centred by {found.records} "
         f"public records, written to {out}: set model.weights to it and model.train = head"
     )
+    caution = (
+        "the folder holds the mean and the spread of these records: they must be public, and not "
+        "of the protected people"
+    )
     facts = {"out": str(out), "widths": list(found.widths), "records": found.records}
-    show([text], facts, as_json)
+    show([text, caution], facts, as_json)
 
 
 def spec_of_data(config: Config) -> tuple[InputSpec, list[str]]:
