@@ -34,17 +34,16 @@ from dpfed.training.run import run
 SEED = 27
 CLIENTS = 10
 ROUNDS = 30
-COHORT = 2
+COHORT = 3
 CAP = 12
 CLIENT_KILLS = 3
-SERVER_KILLS = 1
+SERVER_KILLS = 2
 DELTA = 1e-5
 LEAVE = {"clinic-8": 6, "clinic-9": 14}
 LATE = "clinic-7"
-JOINS_IN = 7
-# The late client's own budget is enough for two rounds. It is asked once in five rounds, so at
-# least four times. One request may be lost to another fault.
-LATE_ROUNDS = 2
+JOINS_IN = 8
+# The late client's own budget is enough for three rounds, and it is asked more often.
+LATE_ROUNDS = 3
 # Seconds from the first process to the last round, far above an idle machine's.
 LIMIT = 900.0
 SIMULATED_SEEDS = 5
@@ -181,7 +180,7 @@ def test_a_long_federation_keeps_every_promise(tmp_path: Path) -> None:
             "min_clients": 1,
             "eval_every": 1,
         },
-        "federation": {"server": "hub", "timeout": 15.0, "retries": 0, "patience": ROUNDS},
+        "federation": {"server": "hub", "timeout": 12.0, "retries": 0, "patience": ROUNDS},
     }
     with Trial(tmp_path / "trial", CLIENTS, **sections) as trial:
         accuracies = simulated_accuracies(trial, tmp_path / "simulated")
